@@ -129,7 +129,7 @@ def load(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
     """Publish an unchanged adapter repeatedly; return ms, with and without the first token."""
-    mode = WAYS[config.way](config, RunContext(name=str(run.path), scratch=run.served, note=run.note))
+    mode = WAYS[config.way](config, RunContext(name=str(run.path), scratch=run.served))
     try:
         mode.open()
         bare, with_token = [], []

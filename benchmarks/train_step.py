@@ -19,11 +19,12 @@ Not covered: generation, the fence, replicas on several GPUs (`grpo.py` has the 
 
 import argparse
 import gc
+import logging
 import multiprocessing
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from benchmarks._models import SIZES, is_table, model_config, spread
 from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
+from bridge.core import logs
 from bridge.engine.opening import prepared_of, trainable_of
 from bridge.errors import BridgeError
 from bridge.passes.flops import peak_flops
@@ -147,16 +149,28 @@ def _flags() -> argparse.ArgumentParser:
     return flags
 
 
+class _Lines(logging.Handler):
+    """Keeps what Bridge logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def measure(case: Case, options: argparse.Namespace, deadline: float, ranks: Ranks = ALONE) -> Row:
     """Return the figures of one case, or why there are none."""
     if ranks.is_rank_zero:
         say(f"{case.size}: {case.name}")
-    notes: list[str] = []
-    row: Row = {"name": case.name, "setting": case.setting, "length": case.length, "notes": notes}
+    log = _Lines()
+    row: Row = {"name": case.name, "setting": case.setting, "length": case.length, "notes": log.lines}
     row |= {"ranks": ranks.world_size}
     try:
-        steps = Steps(case.size, config_of(case.setting), batch_of(case, options), notes.append, ranks)
-        return {**row, **steps.figures(options, deadline)}
+        with logs.handled_by(log):
+            steps = Steps(case.size, config_of(case.setting), batch_of(case, options), ranks)
+            return {**row, **steps.figures(options, deadline)}
     except (RuntimeError, BridgeError) as error:  # out of memory, or a kernel that failed
         return {**row, "failure": str(error).strip().partition("\n")[0]}
 
@@ -206,9 +220,7 @@ class Times:
 class Steps:
     """A model, everything that trains it, and a batch."""
 
-    def __init__(
-        self, size: str, config: TrainConfig, batch: Sequence[Group], note: Callable[[str], None], ranks: Ranks = ALONE
-    ) -> None:
+    def __init__(self, size: str, config: TrainConfig, batch: Sequence[Group], ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
         self._device = torch.device("cuda") if torch.cuda.is_available() else leave_core_to_server()
         model = build(size, self._device)
@@ -217,8 +229,8 @@ class Steps:
         if config.mode == "lora_only":
             factors = Adapter(model, config.lora, seed=config.seed, base_name=size).lr_factors()
         opened = OpenedModel(model=model, device=self._device, lr_factors=factors, open_s=0, weight_bytes=0)
-        prepared = prepared_of(config, opened, note, ranks=ranks)
-        self._learner = Learner.of(config, trainable_of(config, opened, prepared, note, ranks=ranks), note)
+        prepared = prepared_of(config, opened, ranks=ranks)
+        self._learner = Learner.of(config, trainable_of(config, opened, prepared, ranks=ranks))
         self._batch = batch
         self._num_tokens = sum(
             len(group.prompt_token_ids) + len(completion.token_ids)

@@ -14,6 +14,7 @@ Not covered: whole steps (`benchmarks.grpo --ours "adamw-8bit --mode none --relo
 import argparse
 import asyncio
 import json
+import logging
 import os
 import statistics
 import threading
@@ -33,6 +34,7 @@ from benchmarks._models import SIZES, make_model
 from benchmarks._results import say, write
 from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import SamplingConfig, TrainConfig
+from bridge.core import logs
 from bridge.modes.mode import RunContext
 from bridge.modes.transfer import Transfer
 from bridge.passes.prepared import PreparedModel
@@ -78,7 +80,8 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
             model_name=str(model), mode="none", reload="transfer", servers=tuple(urls),
             trainer_device="cuda:0" if ON_GPU else "cpu",
         )  # fmt: skip
-        mode = Transfer(config, RunContext(name="benchmark", scratch=folder, note=say))
+        running.enter_context(logs.handled_by(logging.StreamHandler()))
+        mode = Transfer(config, RunContext(name="benchmark", scratch=folder))
         running.callback(mode.close)
         opened = mode.open()
         say("the first transfer is done")

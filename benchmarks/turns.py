@@ -13,6 +13,7 @@ To try it on a CPU: `--size tiny --trajectories 8 --group 4 --rounds 2`.
 """
 
 import argparse
+import logging
 import math
 import statistics
 import tempfile
@@ -32,6 +33,7 @@ from bridge.agents import stream as agents_stream
 from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
 from bridge.config import SamplingConfig, TrainConfig
+from bridge.core import logs
 from bridge.core.concurrency import gather_or_cancel
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -138,6 +140,7 @@ def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, Any
     """Return the medians of both sides, of their ratios by round, and of the tool alone, after one warm-up round."""
     num_tokens, tool_s = options.turns * options.tokens, options.tool_ms / 1e3
     with (
+        logs.handled_by(logging.StreamHandler()),
         closing(stream(_work.Waiting, model, options, turns=options.turns)) as with_tool,
         closing(stream(_work.Hashed, model, options, turns=1)) as without,
     ):
@@ -180,7 +183,7 @@ def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *
     counted = partial(Counted, turns=turns, tokens=options.turns * options.tokens // turns)
     calling = partial(Calling, tool_s=options.tool_ms / 1e3)
     with patch.object(agents_stream, "Sampler", counted), patch.object(agents_stream, "Conversation", calling):
-        return agents_stream.open_stream(config, registry.load(config.task), say)
+        return agents_stream.open_stream(config, registry.load(config.task))
 
 
 def sample(stream: EnvironmentStream, options: argparse.Namespace, turns: int, number: int) -> None:

@@ -1,5 +1,6 @@
 """Train a served model with a loop of your own: `import bridge` has these names, and those of `engine/policy.py`."""
 
+import logging
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from bridge.core import paths
 from bridge.core.address import free_port
 from bridge.core.foreign_code import described
 from bridge.engine.peft_settings import lora_of
-from bridge.engine.policy import Policy, note, path_of, warning
+from bridge.engine.policy import Policy, path_of
 from bridge.errors import ManifestError, UsageError
 from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
@@ -45,6 +46,8 @@ from bridge.weights import cuda_ipc
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig
+
+logger = logging.getLogger(__name__)
 
 
 SECTIONS = {
@@ -72,8 +75,8 @@ def attach(
     reference, or looks at a server that another process trains. The sections are what the flags of `bridge train` set:
     with `lora`, Bridge's or PEFT's `LoraConfig`, an adapter is trained beside the frozen base, else all weights;
     `optimizer` is that of `optim_step`, and `loss` the default of `forward_backward`. `seed` is that of an adapter and
-    of stochastic rounding. Progress is logged to the logger `bridge`. `run_dir` is the folder of `Policy.log`, `save`
-    and `resume`; by default a new one under `runs/`, named by the time and the program, if one of them needs it.
+    of stochastic rounding. Progress is logged to loggers below `bridge`. `run_dir` is the folder of `Policy.log`,
+    `save` and `resume`; by default a new one under `runs/`, named by the time and the program, if one of them needs it.
 
     In a program that torchrun has started, each process attaches, to the server of its replica: all ranks of one
     server's tensor parallelism have the same `path`.
@@ -109,10 +112,10 @@ def attach(
         scratch = paths.temporary_folder("bridge-policy-")
         held.callback(shutil.rmtree, scratch, ignore_errors=True)
         program = f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
-        context = RunContext(name=program, scratch=scratch, note=note, ranks=ranks, reads_only=reads_only)
+        context = RunContext(name=program, scratch=scratch, ranks=ranks, reads_only=reads_only)
         policy = Policy(config, context, run_dir=folder, held=held)
         if policy.version and not reads_only and lora is None and ranks.is_rank_zero:
-            warning(
+            logger.warning(
                 "the server was trained before: this loop starts from its weights, version %d, not those of %s",
                 policy.version, exported.model,
             )  # fmt: skip

@@ -9,6 +9,7 @@ that server; and the weights change inside the fence alone, in a step of the opt
 Not covered, and refused by name: several processes, TRL's tools and environments, images.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count, groupby
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from bridge.engine.measuring import SKIPS_IN_A_ROW
-from bridge.engine.policy import Policy, warning
+from bridge.engine.policy import Policy
 from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.trl_settings import check_version, filters_of, refuse_other_adapter, refuse_settings, tokenizer_of
+
+logger = logging.getLogger(__name__)
 
 
 def for_trl(
@@ -140,7 +143,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
                     hint="lower learning_rate, and train(resume_from_checkpoint=...)",
                 ) from error
             optimizer.zero_grad()
-            warning(
+            logger.warning(
                 "a gradient was not finite, and its step was skipped: no weight was changed (%d in a row; training ends"
                 " after %d)", self._skipped, SKIPS_IN_A_ROW,
             )  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.core import logs
 from bridge.processes import preload
 from bridge.server import discovery
 
@@ -43,6 +44,11 @@ logging.getLogger("bridge").setLevel(logging.INFO)
 
 # TRL, once imported, silences each vLLM that this process starts later, and some tests read what their server logs.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_logged_before() -> None:
+    logs.info_once.cache_clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ Each request becomes tokens by what is recorded of its run (`recording.py`), and
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
@@ -20,12 +21,15 @@ from bridge.agents.trajectories import SequenceBuilder, TrajectorySampler, pinne
 from bridge.config.choices import flag
 from bridge.core.foreign_code import reason_of
 from bridge.core.http_limits import Refusal
+from bridge.core.logs import info_once
 from bridge.errors import UsageError
 from bridge.rollouts.groups import Servers
 from bridge.rollouts.sampler import Sampler
 from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.types import Completion, Problem, Result
+
+logger = logging.getLogger(__name__)
 
 Sample = Callable[[int, TurnRequest, int], Awaitable[Completion]]
 """The number of the turn, the request as tokens, and the most tokens to sample -> the turn."""
@@ -48,12 +52,10 @@ class AgentRuns(TrajectorySampler):
         max_turns: int,
         conversation: Callable[[Tools], Conversation],
         recorder: Recorder,
-        note: Callable[[str], None],
     ) -> None:
         super().__init__(tokenizer, sampler, scorer, max_turns)
         self._conversation = conversation
         self._recorder = recorder
-        self._note = note
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         """Score a run whose agent gets the same made-up completion in each turn."""
@@ -67,8 +69,8 @@ class AgentRuns(TrajectorySampler):
             return completion
 
         async with self._scorer.trajectory(problem) as trajectory:
-            recording = Recording(self._conversation, lambda _: None)  # nothing of it is trained on
-            run = Run(recording, sample, room, max_turns=REHEARSED_TURNS, note=lambda _: None)
+            recording = Recording(self._conversation)
+            run = Run(recording, sample, room, max_turns=REHEARSED_TURNS)
             return await scored(run, self._recorder, trajectory, problem)
 
     async def close(self) -> None:
@@ -92,9 +94,13 @@ class AgentRuns(TrajectorySampler):
                 )  # fmt: skip
 
         async with self._scorer.trajectory(problem) as trajectory:
-            recording = Recording(self._conversation, self._note)
-            run = Run(recording, sample, room, max_turns=self._max_turns, note=self._note)
-            result = await scored(run, self._recorder, trajectory, problem)
+            recording = Recording(self._conversation)
+            run = Run(recording, sample, room, max_turns=self._max_turns)
+            try:
+                result = await scored(run, self._recorder, trajectory, problem)
+            finally:
+                for remark in sorted(recording.remarks):
+                    info_once(logger, remark)
             return run.written(), result
 
 
@@ -130,14 +136,11 @@ async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem
 class Run:
     """One run: answers its requests one by one, within its limits."""
 
-    def __init__(
-        self, recording: Recording, sample: Sample, room: Room, *, max_turns: int, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, recording: Recording, sample: Sample, room: Room, *, max_turns: int) -> None:
         self.recording = recording
         self._sample = sample
         self._room = room
         self._max_turns = max_turns
-        self._note = note
         self._num_turns = 0
         """Requests that were sampled."""
         self._num_limited = 0
@@ -177,12 +180,12 @@ class Run:
         """Return a request as tokens; it may raise anything."""
         chat = chat_request.read(body)
         if chat.ignored:
-            self._note(
+            self.recording.remarks.add(
                 f"an agent sets {', '.join(chat.ignored)} in a request, which is ignored: its turns are sampled, and"
                 f" learned from, with the run's own settings ({flag('temperature')} and others)"
             )
         if chat.forces_call:
-            self._note(
+            self.recording.remarks.add(
                 "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled and"
                 " trained on as the model writes them, and a turn without a call reaches the agent as text"
             )

@@ -86,12 +86,13 @@ class TurnRequest:
 class Recording:
     """The turns of one run."""
 
-    def __init__(self, conversation: Callable[[Tools], Conversation], note: Callable[[str], None]) -> None:
-        """`conversation` returns that of the model with these tools; `note` gets each warning."""
+    def __init__(self, conversation: Callable[[Tools], Conversation]) -> None:
+        """`conversation` returns that of the model with these tools."""
         self.turns: list[Turn] = []
         """Turns in the order of their answers."""
+        self.remarks: set[str] = set()
+        """What the user should know of its requests, which a rehearsal drops."""
         self._conversation = conversation
-        self._note = note
         self._call_numbers = count()
         self._known: dict[bytes, Turn] = {}
         self._tools: dict[str, tuple[Mapping[str, Any], ...]] = {}
@@ -117,7 +118,7 @@ class Recording:
             added = conversation.tokens_following(before.history, messages[end:], last)
             if added is not None:
                 return TurnRequest(chat=kept, key=key, before=before, added=added, messages=messages[end:])
-            self._note(conversation.changes_turns)
+            self.remarks.add(conversation.changes_turns)
         return TurnRequest(chat=kept, key=key, before=None, added=conversation.prompt(messages), messages=messages)
 
     def add(self, request: TurnRequest, completion: Completion) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from bridge.core.foreign_code import described
 from bridge.errors import RejectedRequestError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import chat_template
-from bridge.rollouts.groups import Completions, GroupSampler, Notes
+from bridge.rollouts.groups import Completions, GroupSampler
 from bridge.rollouts.images import Prompts
 from bridge.rollouts.sampler import Sampler, fitting
 from bridge.rollouts.stream import EnvironmentStream
@@ -35,6 +36,8 @@ from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
 from bridge.types import Environment, Problem, Task
 from bridge.weights import skeleton
+
+logger = logging.getLogger(__name__)
 
 PER_CORE = 8
 """Trajectories that run at once for each core of the machine: each has a process, which mostly waits for the model."""
@@ -57,7 +60,6 @@ def group_sampler(
     tokenizer: PreTrainedTokenizerBase,
     sampler: Sampler,
     scorer: Scorer,
-    note: Callable[[str], None],
     *,
     max_turns: int = 1,
     pass_size: int = 1,
@@ -73,13 +75,12 @@ def group_sampler(
         conversation = Conversation(tokenizer, model_name, tools=task.schemas, **template)
         return Trajectories(tokenizer, sampler, scorer, max_turns, conversation)
     known = conversations(tokenizer, model_name, **template)
-    return AgentRuns(tokenizer, sampler, scorer, max_turns, known, Recorder(model_name), note)
+    return AgentRuns(tokenizer, sampler, scorer, max_turns, known, Recorder(model_name))
 
 
 def open_stream(
     config: TrainConfig,
     environment: Environment | None,
-    note: Callable[[str], None],
     *,
     run_name: str = "",  # noqa: ARG001  only other sources report it
     progress: Callable[[int, int], None] = lambda *_: None,
@@ -88,7 +89,6 @@ def open_stream(
     """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share."""
     assert environment is not None, "nothing to sample for"
     task = Task.of(environment)
-    notes = Notes(note)
     rollouts = config.rollouts
     processes = config.task.reward_processes
     if not (task.in_workers and ranks.is_tp_rank_zero):  # else another rank samples and scores
@@ -109,10 +109,10 @@ def open_stream(
         )
         undo.callback(scorer.close)
         groups = group_sampler(
-            config.model_name, config.task, task, tokenizer, sampler, scorer, notes,
+            config.model_name, config.task, task, tokenizer, sampler, scorer,
             max_turns=rollouts.max_turns, pass_size=ranks.pass_size,
         )  # fmt: skip
-        stream = EnvironmentStream(config, task, groups, sampler, scorer, notes, progress=progress, ranks=ranks)
+        stream = EnvironmentStream(config, task, groups, sampler, scorer, progress=progress, ranks=ranks)
         undo.pop_all()
     return stream
 
@@ -122,14 +122,13 @@ def rehearse(
     chosen: TaskConfig,
     sampling: SamplingConfig,
     environment: Environment,
-    note: Callable[[str], None],
     *,
     max_model_len: int | None = None,
     pass_size: int = 1,
 ) -> None:
     """Try the prompts of some problems, as `tried` returns them, and score the first ones.
 
-    `note` gets problems that are not fatal. `max_model_len` is the longest sequence of the server in tokens, if it is
+    Problems that are not fatal are logged. `max_model_len` is the longest sequence of the server in tokens, if it is
     known. `pass_size` is how many GPUs compute a pass together.
     """
     task = Task.of(environment)
@@ -145,7 +144,7 @@ def rehearse(
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
         vocabulary = Vocabulary.of(tokenizer, model_name)
         vocabulary.check_stop(sampling.stop)
-        groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note, pass_size=pass_size)
+        groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, pass_size=pass_size)
         for place, problem in sample:
             _check_prompt(place, problem, groups, vocabulary, sampling, max_model_len)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for _, problem in sample)
@@ -158,13 +157,13 @@ def rehearse(
         if not is_text or vocabulary.beyond(tokenizer):
             lines += vocabulary.remarks(tokenizer, model_name)
         for line in lines:
-            note(line)
-        failures = sampler.loop.run(_failures(groups, problems, note))
+            logger.info(line)
+        failures = sampler.loop.run(_failures(groups, problems))
     if not failures:
         return
     what = f"none of {len(failures)} made-up completions of the first problems got a reward: {failures[0].line}"
     if len({failure.kind for failure in failures}) > 1 or chosen.max_unscored_share == 1:
-        note(what)
+        logger.info(what)
         return
     hint = (
         "fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
@@ -189,7 +188,7 @@ def _check_prompt(
     except (RewardError, RejectedRequestError) as error:
         raise RewardError(f"{place}: {error.message}", hint=error.hint) from error
     num_tokens = len(prompt)
-    longest = fitting(sampling, max_model_len, lambda _: None).longest
+    longest = fitting(sampling, max_model_len).longest
     if max_model_len is not None and num_tokens + longest > max_model_len:
         raise RewardError(
             f"the prompt {described(problem['prompt'])} is too long: its {num_tokens:,} tokens and the {longest:,} of"
@@ -254,9 +253,7 @@ def _form(problem: Problem) -> Any:
     return tuple((str(message.get("role")), *map(str, message)) for message in prompt)
 
 
-async def _failures(
-    groups: GroupSampler, problems: Sequence[Problem], note: Callable[[str], None]
-) -> list[FailedScore]:
+async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[FailedScore]:
     """Score until one completion gets a reward; return the failures, or nothing if one did or time is up."""
     failures: list[FailedScore] = []
     try:
@@ -269,7 +266,7 @@ async def _failures(
                     failures.append(result)
     except TimeoutError:
         first = f": {failures[0].line}" if failures else ""
-        note(f"no made-up completion of the first problems got a reward within {LIMIT_S:g} s{first}")
+        logger.info(f"no made-up completion of the first problems got a reward within {LIMIT_S:g} s{first}")
         return []
     finally:
         await groups.close()

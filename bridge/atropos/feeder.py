@@ -9,8 +9,8 @@ API would keep it forever. A group whose rewards are all equal is sent: the trai
 """
 
 import asyncio
-import functools
 import itertools
+import logging
 import statistics
 import time
 from collections import Counter, deque
@@ -25,9 +25,10 @@ import httpx
 from bridge.atropos.api import AtroposApi, EnvironmentStatus
 from bridge.atropos.groups import scored_group
 from bridge.config import FeedConfig
+from bridge.core.logs import info_once
 from bridge.errors import AtroposError, BridgeError, RejectedRequestError, RewardError, UsageError
 from bridge.rollouts import problems
-from bridge.rollouts.groups import Notes, Unusable
+from bridge.rollouts.groups import Unusable
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
 from bridge.rollouts.servers import Server
 from bridge.rollouts.vocabulary import Vocabulary
@@ -38,6 +39,8 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import ADAPTER
 from bridge.types import Environment, Problem
 from bridge.weights import skeleton
+
+logger = logging.getLogger(__name__)
 
 JOIN_POLL_S = 0.5
 """Seconds between two attempts to join."""
@@ -87,7 +90,6 @@ def feed(
     environment: Environment,
     recipe: Callable[[], Scores],
     *,
-    note: Callable[[str], None],
     report: Callable[[FeedProgress], None],
 ) -> FeedProgress:
     """Feed until the trainer has all batches that it wants, and return the last progress; `report` gets those before.
@@ -96,7 +98,7 @@ def feed(
     """
     urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
     lengths = [length for url in urls if (length := max_model_len(url))]
-    config = fit_completions(config, min(lengths, default=None), note)
+    config = fit_completions(config, min(lengths, default=None))
     tokenizer = skeleton.tokenizer(config.model_name)
     task = config.task
     sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))
@@ -105,11 +107,11 @@ def feed(
         call_here=sampler.loop.call_here,
     )  # fmt: skip
     with closing(scorer), sampler, closing(AtroposApi(config.atropos_url)) as api:
-        joined = join(api, config, note)
+        joined = join(api, config)
         order = problems.endless(environment, seed_of(config.seed, joined.env_id))
         encode = partial(problems.encode, tokenizer, **task.chat_template_kwargs)
         try:
-            feeder = _Feeder(config, api, joined, sampler, scorer, note)
+            feeder = _Feeder(config, api, joined, sampler, scorer)
             pairs = feeder.encoded(order, encode)
             return sampler.loop.run(feeder.run(pairs, sampler.servers_at(endpoints(urls)), report))
         finally:
@@ -117,15 +119,14 @@ def feed(
                 api.disconnect_environment(joined.env_id)
 
 
-def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Membership:
-    """Join the API once a trainer requests its first batch; `note` gets what is waited for.
+def join(api: AtroposApi, config: FeedConfig) -> Membership:
+    """Join the API once a trainer requests its first batch; what is waited for is logged.
 
     A UsageError says that our groups do not make up the trainer's batches.
     """
     group_size = config.sampling.group_size
-    note_once = functools.cache(note)
     while (trainer := api.info()).batch_size < 1:
-        note_once(f"{api.url}: waiting for a trainer to register (bridge train --rollouts atropos ...)")
+        info_once(logger, f"{api.url}: waiting for a trainer to register (bridge train --rollouts atropos ...)")
         time.sleep(JOIN_POLL_S)
     if trainer.batch_size % group_size:  # the API would never form a batch, without a word
         sizes = [size for size in range(2, trainer.batch_size + 1) if trainer.batch_size % size == 0]
@@ -140,7 +141,7 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
     while (
         answer := api.register_environment(name, group_size=group_size, max_token_length=longest)
     ).status != "success":
-        note_once(f"{api.url}: waiting for the trainer to request its first batch")
+        info_once(logger, f"{api.url}: waiting for the trainer to request its first batch")
         time.sleep(JOIN_POLL_S)
     assert answer.env_id is not None, answer
     num_steps = answer.num_steps or 0
@@ -162,14 +163,14 @@ class _Feeder:
         joined: Membership,
         sampler: Sampler,
         scorer: Scorer,
-        note: Callable[[str], None],
     ) -> None:
         self._config = config
         self._api = api
         self._joined = joined
         self._sampler = sampler
         self._scorer = scorer
-        self._notes = Notes(note)
+        self._reported = set[str]()
+        """Kinds of failures that were logged."""
         self._counts = Counter[str]()
         self._rewards = deque[float](maxlen=joined.groups_per_batch * config.sampling.group_size)
         """Rewards of the last batch that was sent."""
@@ -198,13 +199,11 @@ class _Feeder:
                 for problem, prompt in itertools.islice(fitting, max(room - status.queue_size - len(tasks), 0)):
                     tasks.add(asyncio.create_task(self._feed(servers, problem, prompt, next(seeds))))
                 await asyncio.sleep(POLL_S)
-                self._notes.flush()
                 ended = {task for task in tasks if task.done()}
                 await asyncio.gather(*ended)  # raises what one of them raised
                 tasks -= ended
             return self._progress(status)
         finally:
-            self._notes.flush()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -235,9 +234,9 @@ class _Feeder:
         """Count a problem whose prompt cannot be used."""
         fault = UnusablePrompt.of(problem, error)
         self._counts["unscored"] += 1
-        if fault.kind not in self._notes.noted:
-            self._notes.noted.add(fault.kind)
-            self._notes.add(f"a problem is left out: {fault.line} (reported once; all are counted)")
+        if fault.kind not in self._reported:
+            self._reported.add(fault.kind)
+            logger.info(f"a problem is left out: {fault.line} (reported once; all are counted)")
         self._unusable.count([fault])
 
     async def _feed(self, servers: Sequence[Server], problem: Problem, prompt: tuple[int, ...], seed: int) -> None:
@@ -252,7 +251,7 @@ class _Feeder:
             self._leave_out(problem, error)
             return
         for line in self._sampler.lacks:
-            self._notes(line)
+            info_once(logger, line)
         if self._is_too_long(len(prompt) + max(len(completion.token_ids) for completion in completions)):
             return
         results = await self._scorer.score(problem, [completion.text for completion in completions])
@@ -285,7 +284,7 @@ class _Feeder:
             self._failures = FailedScores(batch, num_completions=groups * size, max_share=share)
         self._counts["scored"] += 1
         self._failures.add(results)
-        self._failures.note(self._notes.add, self._notes.noted)
+        self._failures.log(self._reported)
 
     def _is_too_long(self, num_tokens: int) -> bool:
         """Return whether a sequence is too long for the trainer, and count it.

@@ -6,7 +6,7 @@ The API returns the newest batch first. Which weights made a token is known if a
 Of several ranks the first one talks to the API, and sends every batch to all; each checks its own server.
 """
 
-import functools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,12 +17,15 @@ import torch
 from bridge.atropos.api import NO_TRAINER, AtroposApi, ScoredGroup, TrainerInfo
 from bridge.atropos.groups import flaws, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
+from bridge.core.logs import info_once
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.types import Environment, Group, TrainedProblems
 from bridge.weights import skeleton
+
+logger = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S = 0.05
 """Seconds before the second request for a batch; each pause is half as long again."""
@@ -51,7 +54,6 @@ class AtroposStream:
         self,
         config: TrainConfig,
         environment: Environment | None,  # noqa: ARG002  the environments are elsewhere
-        note: Callable[[str], None],
         *,
         run_name: str,
         progress: Callable[[int, int], None] = lambda *_: None,  # noqa: ARG002
@@ -66,10 +68,8 @@ class AtroposStream:
         self.num_retries = 0
         """Retries of the last step, including requests for a batch that the API lost."""
         self._config = config
-        self._note = note
         self._run_name = run_name
         self._ranks = ranks
-        self._note_once = functools.cache(note)
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
         self._fetched: list[Group] = []
@@ -83,9 +83,11 @@ class AtroposStream:
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         self._model = skeleton.build(config.model_name, torch.bfloat16).config.get_text_config()
         if config.evaluation.samples:
-            note("--eval-samples is ignored: Atropos' environments evaluate by themselves")
+            logger.info("--eval-samples is ignored: Atropos' environments evaluate by themselves")
         if config.loss.mask_truncated:
-            note("--mask-truncated is ignored: Atropos' environments do not report which completions were truncated")
+            logger.info(
+                "--mask-truncated is ignored: Atropos' environments do not report which completions were truncated"
+            )
         self._api = AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries)
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
@@ -121,9 +123,9 @@ class AtroposStream:
         self._api.close()
         if self._left_out:
             kinds = ", ".join(f"{kind}: {count}" for kind, count in self._left_out.most_common())
-            self._note(f"{self._left_out.total()} groups of Atropos environments were left out ({kinds})")
+            logger.info(f"{self._left_out.total()} groups of Atropos environments were left out ({kinds})")
         if self._num_lost:
-            self._note(f"{self._num_lost} batches were lost in the Atropos API")
+            logger.info(f"{self._num_lost} batches were lost in the Atropos API")
 
     def _poll(self, step: int) -> Iterator[list[Group] | None]:
         """Yield None until there is a batch, and check the server after each; then yield the batch's groups, on rank 0.
@@ -158,7 +160,7 @@ class AtroposStream:
                         f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {reason}", hint=hint
                     )
                 report_s *= 2
-                self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {reason}; {hint}")
+                logger.info(f"no batch from the Atropos API for {now - begun:.0f} s: {reason}; {hint}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
         yield self._fetched
@@ -176,12 +178,13 @@ class AtroposStream:
             return answer.batch
         if answer is not None or self._api.info().batch_size == NO_TRAINER:  # restarted, or reset, which breaks /batch
             self._longest = None
-            self._note(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
+            logger.info(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
             return None
         self._num_lost += 1
-        self._note_once(
+        info_once(
+            logger,
             f"the Atropos API at {self._api.url} lost a whole batch: it cannot encode NaN or infinity; fix the score or"
-            " the log-probability of the environment that sends it"
+            " the log-probability of the environment that sends it",
         )
         return None
 
@@ -209,12 +212,12 @@ class AtroposStream:
             )
         _refuse_others(self._api, is_registered=True, batch_size=batch_size, max_token_len=max_token_len)
         how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
-        self._note(
+        logger.info(
             f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
             f" {longest:,} tokens ({whose} limit); staleness is known only of `bridge env`'s sequences"
         )
         if len(self._server_urls) > 1:
-            self._note(
+            logger.info(
                 f"environments can sample from all servers: bridge env --server-url {','.join(self._server_urls)}"
             )
         return longest
@@ -233,7 +236,7 @@ class AtroposStream:
             self._left_out[kind] += 1
             if self._left_out[kind] == 1:
                 whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-                self._note(f"a group{whose} is left out: {fault}; others of this kind are counted")
+                logger.info(f"a group{whose} is left out: {fault}; others of this kind are counted")
         unscored = [completion for group in bad for completion in group.unscored]
         num_sequences = sum(len(scored.tokens) for scored in batch)
         if len(unscored) > self._config.task.max_unscored_share * num_sequences:
@@ -244,7 +247,7 @@ class AtroposStream:
             )
         for scored in good:
             for line in ignored(scored, temperature=self._config.sampling.temperature):
-                self._note_once(line)
+                info_once(logger, line)
         return [*(to_train_on(scored, self._decode) for scored in good), *bad]
 
 

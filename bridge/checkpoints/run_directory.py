@@ -5,9 +5,11 @@ Not covered: checkpoints (`checkpoint.py`), whose folder the user may choose (`-
 
 import dataclasses
 import json
+import logging
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from typing import Any
 from bridge.checkpoints import rollout_record
 from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary
 from bridge.config import TrainConfig
-from bridge.core import atomic_file, claim, json_lines, mark, redaction
+from bridge.core import atomic_file, claim, json_lines, logs, mark, redaction
 from bridge.core.atomic_file import one_line_errors
 from bridge.errors import UsageError
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
+
+logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 REPORT = "report.html"
@@ -46,12 +50,10 @@ class RunDirectory:
     path: Path
     made: tuple[Path, ...] = ()
     """The folders that were made for it, innermost first."""
-    echo: Callable[[str], None] | None = None
-    """Shows a person an event when it happens."""
     chosen: TrainConfig | None = None
     """The user's own choices, if the configuration also has derived values."""
     is_writer: bool = True
-    """False on every rank but the first: it shows events, and writes nothing."""
+    """False on every rank but the first: it writes nothing."""
 
     config = _Entry("config.json")
     """The choices, and what was derived from them."""
@@ -94,7 +96,6 @@ class RunDirectory:
         given: Path | None,
         *,
         environment: str,
-        echo: Callable[[str], None] | None = None,
         kind: mark.Kind = "run",
     ) -> "RunDirectory":
         """Make the folder `given`, or a new one under `runs/` named by the time and `environment`.
@@ -103,7 +104,7 @@ class RunDirectory:
             UsageError: `given` holds another run or foreign files, is in use, is a file, or cannot be made.
         """
         path = given or _unused(environment)
-        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), echo)
+        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"))
         if run.metrics.exists():
             resume = f", or resume that run: --resume --save-path {shlex.quote(str(run.save_path))}"
             raise UsageError(
@@ -116,25 +117,26 @@ class RunDirectory:
         return run
 
     @classmethod
-    def reopen(
-        cls, path: Path, step: int, *, echo: Callable[[str], None] | None = None, kind: mark.Kind = "run"
-    ) -> "RunDirectory":
+    def reopen(cls, path: Path, step: int, *, kind: mark.Kind = "run") -> "RunDirectory":
         """Return the directory of a run that resumes after `step`; lines of later steps are moved aside.
 
         Raises:
             UsageError: another process uses it, or the disk refuses.
         """
-        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), echo)
+        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"))
         mark.put(path, kind)
         last = json_lines.cut(run.metrics, step)
         json_lines.cut(run.rollouts, step)
         json_lines.cut(run.evaluations, step)
         if step > 0 and step != last:
-            run.note(f"{run.metrics} has no line of step {step}: the run was killed before that, or began elsewhere")
+            with run.recording():
+                logger.info(
+                    f"{run.metrics} has no line of step {step}: the run was killed before that, or began elsewhere"
+                )
         return run
 
     @classmethod
-    def join(cls, path: Path, *, echo: Callable[[str], None] | None = None) -> "RunDirectory":
+    def join(cls, path: Path) -> "RunDirectory":
         """Open the directory of a run whose rank 0 has claimed it and writes it.
 
         Raises:
@@ -145,7 +147,7 @@ class RunDirectory:
                 f"no run is using the run directory {path}, so this process cannot be one of its ranks",
                 hint="start rank 0 of the run first",
             )
-        return cls(path, echo=echo, is_writer=False)
+        return cls(path, is_writer=False)
 
     @property
     def lost_metrics(self) -> Path:
@@ -200,11 +202,9 @@ class RunDirectory:
             with one_line_errors(self.events), self.events.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {shown}\n")
 
-    def note(self, line: str) -> None:
-        """Append an event, and show it to the person who started the run."""
-        self.record(line)
-        if self.echo is not None:
-            self.echo(redaction.redact_urls(line[:LONGEST_EVENT]))
+    def recording(self) -> AbstractContextManager[None]:
+        """Append what Bridge logs in the block as events."""
+        return logs.handled_by(_Events(self))
 
     def append_start(self, start: dict[str, Any]) -> None:
         """Append what a start of the run ran on."""
@@ -242,6 +242,17 @@ class RunDirectory:
         """Return `path`, a file or folder of this run that is about to be written."""
         assert self.is_writer, f"only rank 0 of a run writes {path}"
         return path
+
+
+class _Events(logging.Handler):
+    """Appends what Bridge logs to the events of a run."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__()
+        self._run = run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._run.record(record.getMessage())
 
 
 def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> str:

@@ -1,6 +1,7 @@
 """Compile the training step while vLLM starts, on a stand-in with random weights."""
 
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +14,17 @@ from bridge.core.concurrency import end_thread
 from bridge.core.interrupt import COMPILER, deferred_interrupt, wait_until
 from bridge.errors import with_class
 from bridge.optimizers import factory
-from bridge.passes import layers, pass_cost, preparation
-from bridge.passes.packing_proof import Note
+from bridge.passes import layers, packing_proof, pass_cost, preparation
 from bridge.passes.prepared import PreparedModel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.adapter import Adapter
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def compiling_ahead(
-    stand_in: Callable[[], PreTrainedModel | None], config: TrainConfig, note: Note, ranks: Ranks = ALONE
+    stand_in: Callable[[], PreTrainedModel | None], config: TrainConfig, ranks: Ranks = ALONE
 ) -> Iterator[None]:
     """Compile the training step on a stand-in while the block waits for vLLM; the learner finds the code in memory.
 
@@ -40,10 +42,11 @@ def compiling_ahead(
             with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
                 if config.mode == "lora_only":
                     Adapter(model, config.lora, seed=0, base_name="")
-                prepared = preparation.prepare(model, config.compute, lambda _: None)
+                with _unlogged(preparation.logger, packing_proof.logger):
+                    prepared = preparation.prepare(model, config.compute)
                 _compile_step(prepared, config.optimizer, config.sampling.temperature, ranks)
         except Exception as error:  # noqa: BLE001  the real model raises it again, if it is not the stand-in's
-            note(f"the trainer's code is compiled when training begins: {with_class(error)}")
+            logger.info(f"the trainer's code is compiled when training begins: {with_class(error)}")
         finally:
             has_memory.set()
             is_over.set()
@@ -55,7 +58,7 @@ def compiling_ahead(
         wait_until(has_memory.wait)
         yield
         if thread.is_alive():
-            note("waiting for the trainer's code, which is still being compiled")
+            logger.info("waiting for the trainer's code, which is still being compiled")
         wait_until(is_over.wait)
         thread.join()
     except BaseException:
@@ -64,6 +67,23 @@ def compiling_ahead(
         raise
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@contextmanager
+def _unlogged(*loggers: logging.Logger) -> Iterator[None]:
+    """Drop what this thread logs to `loggers` in the block: the real model logs the same."""
+    own = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != own
+
+    for each in loggers:
+        each.addFilter(is_of_another_thread)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(is_of_another_thread)
 
 
 def _compile_step(prepared: PreparedModel, choices: OptimizerConfig, temperature: float, ranks: Ranks) -> None:

@@ -4,11 +4,12 @@ Not covered: what the metrics mean (`bridge/checkpoints/metric_table.py`).
 """
 
 import hashlib
+import logging
 import math
 import resource
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from bridge.rollouts.groups import Stream
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
 from bridge.weights.attach import OpenedModel
+
+logger = logging.getLogger(__name__)
 
 SKIPS_IN_A_ROW = 3
 """Steps in a row whose first gradient is not finite, after which the run ends: the next would be no better."""
@@ -185,8 +188,7 @@ class Alarms:
     What an alarm says behind its last semicolon, such as what to do, is logged once in a run.
     """
 
-    def __init__(self, note: Callable[[str], None], *, mismatch_limit: float) -> None:
-        self._note = note
+    def __init__(self, *, mismatch_limit: float) -> None:
         self._mismatch_limit = mismatch_limit
         self._active: dict[str, str | None] = {}
         """Alarms of the last step, by their kind."""
@@ -218,7 +220,7 @@ class Alarms:
         else:
             self._skipped += 1
             left = f"no weight was changed ({self._skipped} in a row; the run ends after {SKIPS_IN_A_ROW})"
-        self._note(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
+        logger.info(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
         if self._skipped == SKIPS_IN_A_ROW:
             raise UsageError(
                 f"the gradients of {SKIPS_IN_A_ROW} steps in a row were not finite; no weight was changed in them",
@@ -229,7 +231,7 @@ class Alarms:
     def _sound(self, kind: str, alarm: str | None) -> None:
         if alarm and not self._active.get(kind):
             what, _, explanation = alarm.rpartition("; ")
-            self._note(what if explanation in self._explained else alarm)
+            logger.info(what if explanation in self._explained else alarm)
             self._explained.add(explanation)
         self._active[kind] = alarm
 

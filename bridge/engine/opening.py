@@ -1,5 +1,6 @@
 """Make a model trainable: prepare it, make its optimizer, and allocate all memory that does not depend on a batch."""
 
+import logging
 import shlex
 from collections.abc import Mapping
 
@@ -18,7 +19,6 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
-from bridge.passes.packing_proof import Note
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.prepared import PreparedModel
@@ -26,11 +26,12 @@ from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
 
+logger = logging.getLogger(__name__)
+
 
 def prepared_of(
     config: TrainConfig,
     opened: OpenedModel,
-    note: Note,
     *,
     max_model_len: int | None = None,
     experts: tuple[int, int] | None = None,
@@ -47,7 +48,7 @@ def prepared_of(
     """
     parallel = _divided(opened, ranks)
     return preparation.prepare(
-        opened.model, config.compute, note,
+        opened.model, config.compute,
         max_model_len=max_model_len, experts=experts, parallel=parallel, ranks=ranks,
     )  # fmt: skip
 
@@ -56,7 +57,6 @@ def trainable_of(
     config: TrainConfig,
     opened: OpenedModel,
     prepared: PreparedModel,
-    note: Note,
     *,
     max_model_len: int | None = None,
     ranks: Ranks = ALONE,
@@ -69,7 +69,7 @@ def trainable_of(
     """
     model, lr, has_adapter = opened.model, config.learning_rate, config.mode == "lora_only"
     weights = {name: model.get_parameter(name) for name in opened.lr_factors}
-    _note_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights", note)
+    _log_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights")
     groups = [
         factory.scaled_group(weights[name], factor, lr=lr, weight_decay=config.optimizer.weight_decay)
         for name, factor in opened.lr_factors.items()
@@ -79,7 +79,7 @@ def trainable_of(
     try:
         optimizer.allocate()
         reference = open_reference(
-            config.loss, config.compute, prepared, opened.device, note,
+            config.loss, config.compute, prepared, opened.device,
             has_adapter=has_adapter, max_model_len=max_model_len, ranks=ranks,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
@@ -89,7 +89,7 @@ def trainable_of(
             " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error
     budget = Budget(
-        prepared, config.compute, config.optimizer, note,
+        prepared, config.compute, config.optimizer,
         temperature=config.sampling.temperature,
         num_groups=config.rollouts.batch_size // config.sampling.group_size,
         replicas=config.replicas,
@@ -104,7 +104,7 @@ def trainable_of(
         budget,
         lr=lr,
         weights=weights,
-        state=_state(opened, optimizer, weights, note, ranks),
+        state=_state(opened, optimizer, weights, ranks),
         sampling=config.sampling,
         ranks=ranks,
         reference=reference,
@@ -115,7 +115,6 @@ def _state(
     opened: OpenedModel,
     optimizer: InPlaceOptimizer,
     weights: Mapping[str, nn.Parameter],
-    note: Note,
     ranks: Ranks,
 ) -> InPlaceOptimizer | WholeState:
     """Return what a checkpoint holds of the optimizer: parts of several ranks are put together."""
@@ -124,7 +123,7 @@ def _state(
     assert isinstance(optimizer, ShardedOptimizer), "an optimizer of the user's has no parts"
     whole = WholeState(optimizer, weights, Parts(cuts=opened.cuts, tp_group=ranks.tp_group))
     if whole.codes is not None:
-        note(
+        logger.info(
             "checkpoints hold the optimizer's codes as a single process has them: those of tensor-parallel ranks are"
             " decoded and coded again, which rounds where their blocks differ"
         )
@@ -147,12 +146,12 @@ def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
     return parallel
 
 
-def _note_rates(choices: OptimizerConfig, lr: float, trained: str, note: Note) -> None:
+def _log_rates(choices: OptimizerConfig, lr: float, trained: str) -> None:
     """Log a learning rate that was not chosen, and a weight decay without effect."""
     if choices.lr is None:
-        note(f"learning rate {lr:g}, the default for {trained}; set it with --lr")
+        logger.info(f"learning rate {lr:g}, the default for {trained}; set it with --lr")
     if choices.weight_decay and lr * choices.weight_decay <= factory.LEAST_DECAY:
-        note(
+        logger.info(
             f"weight decay has no effect: 1 - {lr:g} x {choices.weight_decay:g} is 1 in float32, as in torch's AdamW;"
             f" at this learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
         )

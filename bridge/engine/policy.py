@@ -17,7 +17,6 @@ Not covered: how weights reach the server (`bridge/modes`), passes (`bridge/pass
 
 import asyncio
 import difflib
-import logging
 import math
 import os
 import threading
@@ -76,7 +75,6 @@ Score = Callable[[Problem, str], float]
 """Returns the reward of a completion's text."""
 Prompt = str | Sequence[Message] | Sequence[int] | Problem
 """Text, chat messages, token ids, or a dictionary with text or messages as `prompt`."""
-note, warning = logging.getLogger("bridge").info, logging.getLogger("bridge").warning
 CHANGEABLE = {"group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop"}
 """Choices of `SamplingConfig` that a call of `sample` may replace."""
 BEYOND_TRAINING = {"group_size": 1, "temperature": 0}
@@ -128,7 +126,6 @@ class Policy:
     ) -> None:
         """Connect to the server that `config` names; `open` follows. What is `held` is closed with the policy."""
         self._held = held or ExitStack()
-        self._note = context.note
         self._reads_only = context.reads_only
         self._run_dir = run_dir
         self.ranks = context.ranks
@@ -151,7 +148,7 @@ class Policy:
         """The mode: how weights reach the server."""
         try:
             lengths = [length for length in self.ranks.all_gather_object(self.mode.max_model_len) if length is not None]
-            self.config = fit_completions(config, min(lengths, default=None), self._note)
+            self.config = fit_completions(config, min(lengths, default=None))
             """The choices, with completions that fit the server's sequences."""
         except BaseException:
             self.mode.close()
@@ -257,7 +254,7 @@ class Policy:
             UnsupportedModelError: the model cannot be trained as configured; it is as it was.
         """
         made = prepared_of(
-            self.config, self.opened, self._note,
+            self.config, self.opened,
             max_model_len=self.mode.max_model_len, experts=self.mode.replayed_experts, ranks=self.ranks,
         )  # fmt: skip
         made.hooks.append(self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True))
@@ -273,7 +270,7 @@ class Policy:
         """
         self._refuse_to_write()
         return trainable_of(
-            self.config, self.opened, self.prepared, self._note, max_model_len=self.mode.max_model_len, ranks=self.ranks
+            self.config, self.opened, self.prepared, max_model_len=self.mode.max_model_len, ranks=self.ranks
         )
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -442,7 +439,7 @@ class Policy:
 
     @cached_property
     def _run_folder(self) -> RunFolder:
-        return RunFolder(self._run_dir, self.config.model_name, self.sampling, self._note)
+        return RunFolder(self._run_dir, self.config.model_name, self.sampling)
 
     # Passes.
 

@@ -19,7 +19,6 @@ from bridge.config import ComputeConfig, LossConfig
 from bridge.errors import UsageError
 from bridge.passes import preparation
 from bridge.passes.packing import MicroBatch
-from bridge.passes.packing_proof import Note
 from bridge.passes.prepared import PreparedModel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights import loaded, skeleton
@@ -80,7 +79,6 @@ def open_reference(
     compute: ComputeConfig,
     prepared: PreparedModel,
     device: torch.device,
-    note: Note,
     *,
     has_adapter: bool,
     max_model_len: int | None = None,
@@ -106,7 +104,7 @@ def open_reference(
         hint="lower --gpu-memory-utilization, or --mode lora_only, whose base is the reference at no cost",
     ).model  # fmt: skip
     without_gradients = compute.model_copy(update={"gradient_checkpointing": False})
-    of_own = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len, ranks=ranks)
+    of_own = preparation.prepare(own, without_gradients, max_model_len=max_model_len, ranks=ranks)
     return Reference(prepared=of_own, takes_experts=False)
 
 

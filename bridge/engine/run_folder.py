@@ -5,6 +5,7 @@ The files have the format of `bridge train`: `bridge report`, `export` and `rest
 Not covered: loading weights into the server (`policy.py`).
 """
 
+import logging
 import math
 import sys
 import time
@@ -30,6 +31,8 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.server.fence import FenceTimes
 from bridge.types import Group
 
+logger = logging.getLogger(__name__)
+
 KIND: Final = "loop"
 PREFIXES = "step_", "adapter_step_"
 """Names of checkpoints' folders without the number of their step, as the modes have them."""
@@ -40,12 +43,11 @@ NOTHING = -1
 class RunFolder:
     """The run directory of one loop; it is made when the first thing is written, or opened again by `newest`."""
 
-    def __init__(self, given: Path | None, model: str, sampling: SamplingConfig, note: Callable[[str], None]) -> None:
+    def __init__(self, given: Path | None, model: str, sampling: SamplingConfig) -> None:
         """Prepare `given`, or a new folder under `runs/`."""
         self._given = given
         self._model = model
         self._sampling = sampling
-        self._note = note
         self._run: RunDirectory | None = None
         self._step: int | None = None
         """The last step that was logged or loaded."""
@@ -69,7 +71,7 @@ class RunFolder:
                     f"{given} holds another run",
                     hint="resume it with policy.resume(OPTIMIZER) before the first step, or name another run_dir",
                 )
-            run = RunDirectory.create(given, environment=Path(sys.argv[0]).stem or KIND, echo=self._note, kind=KIND)
+            run = RunDirectory.create(given, environment=Path(sys.argv[0]).stem or KIND, kind=KIND)
             self._run = self._opened(run)
         return self._run
 
@@ -166,14 +168,14 @@ class RunFolder:
             )
         newest, passed_over = checkpoint.newest(_save_path(self._given), prefix)
         for line in passed_over:
-            self._note(f"passed over: {line}")
+            logger.info(f"passed over: {line}")
         if newest is None and not RunDirectory(self._given).metrics.exists():
             return None
         step = NOTHING if newest is None else newest.progress.step
-        self._run = self._opened(RunDirectory.reopen(self._given, step, echo=self._note, kind=KIND))
+        self._run = self._opened(RunDirectory.reopen(self._given, step, kind=KIND))
         self._step = None if newest is None else step
         outcome = "restarting, without a checkpoint" if newest is None else f"resuming after step {step}"
-        self._note(f"{self._given}: {outcome}")
+        logger.info(f"{self._given}: {outcome}")
         return newest
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ own name, and in-flight requests keep the adapter that they named.
 Not covered: how the server keeps the slot in place (`patches/bridge_patches/placement.py`).
 """
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,8 @@ from bridge.weights import loaded, model_files
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, open_handles, reattach
 
+logger = logging.getLogger(__name__)
+
 
 class _LoraMode(Mode):
     """A mode that trains and saves an adapter."""
@@ -50,7 +53,7 @@ class _LoraMode(Mode):
 
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)
-        self._note_missing(model_files.copy_beside_adapter(self._config.model_name, folder))
+        self._log_missing(model_files.copy_beside_adapter(self._config.model_name, folder))
 
 
 class LoraMemory(_LoraMode, PatchedServer):
@@ -74,7 +77,7 @@ class LoraMemory(_LoraMode, PatchedServer):
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
         opened = self._add_adapter(super().open())
         self._move_into_slot(takeover=self._run.resumes)
-        self._run.note("the base is the server's own, 0 bytes of it here")
+        logger.info("the base is the server's own, 0 bytes of it here")
         return opened
 
     @contextmanager
@@ -206,10 +209,10 @@ class LoraDisk(_LoraMode):
         self.version = max(self._run.ranks.run_and_gather(self._newest_served))
         self._serve_first()
         if self._attached is not None:
-            self._run.note("the base is the server's own, 0 bytes of it here")
+            logger.info("the base is the server's own, 0 bytes of it here")
         else:
             size = f"{base.weight_bytes / 2**30:.2f} GiB on {base.device}"
-            self._run.note(f"the base is a second copy, {size}: {self._why_copied}")
+            logger.info(f"the base is a second copy, {size}: {self._why_copied}")
         return replace(opened, weight_bytes=base.weight_bytes + self._adapter.num_bytes())
 
     def publish(self, update: Update) -> AbstractContextManager[Window]:

@@ -1,5 +1,6 @@
 """The base class of the modes, what a mode needs from its run, and when its server pauses."""
 
+import logging
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update, Window
 from bridge.weights.attach import OpenedModel
 
+logger = logging.getLogger(__name__)
+
 
 class ServerProcess(Protocol):
     """A server that this run started."""
@@ -33,8 +36,6 @@ class RunContext:
     """Names the run to other trainers that want the same server."""
     scratch: Path
     """Folder for weights and adapters that a server loads."""
-    note: Callable[[str], None]
-    """Logs a line."""
     resumes: bool = False
     """The weights will be loaded from a checkpoint, so the server's may be half-written now."""
     process: ServerProcess | None = None
@@ -177,10 +178,10 @@ class Mode(ABC):
         If several ranks hold parts of them, the first one calls this, and the others `send_parts`.
         """
 
-    def _note_missing(self, missing: Sequence[str]) -> None:
+    def _log_missing(self, missing: Sequence[str]) -> None:
         """Log what a saved folder lacks: its weights are whole."""
         if missing:
-            self._run.note(f"the weights were saved, and beside them is missing: {first_few(missing)}")
+            logger.info(f"the weights were saved, and beside them is missing: {first_few(missing)}")
 
     def send_parts(self) -> None:  # noqa: B027 - the same
         """Send this rank's part of the weights to the rank that saves them: nothing, where each has all of them."""

@@ -67,7 +67,7 @@ class OwnCopy(Mode):
             self._reload()
 
     def save(self, folder: Path) -> None:
-        self._note_missing(model_folder.save(self._model, self._config.model_name, folder))
+        self._log_missing(model_folder.save(self._model, self._config.model_name, folder))
 
     def _saved(self) -> Path:
         """Save the newest weights; each rank does, since hosts need not share a disk."""

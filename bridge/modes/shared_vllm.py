@@ -3,6 +3,7 @@
 `PatchedServer` is the base of every mode that writes into a server's memory.
 """
 
+import logging
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from bridge.server.protocol import ADAPTER, Holder, Status, Written
 from bridge.weights import fp8, model_folder, skeleton
 from bridge.weights.attach import AttachedModel, OpenedModel, attach, reattach
 from bridge.weights.parts import Parts
+
+logger = logging.getLogger(__name__)
 
 
 class PatchedServer(Mode):
@@ -160,7 +163,7 @@ class PatchedServer(Mode):
     def _note_quantization(self, manifest: Manifest) -> None:
         how = next(iter(manifest.quantized.values()), None)
         if how is not None and self._config.loss.mismatch == "none":
-            self._run.note(
+            logger.info(
                 f"--mismatch none: the server samples with {how} weights, and nothing corrects for the difference"
                 " (logprob_diff_mean, mismatch_kl)"
             )
@@ -200,7 +203,7 @@ class PatchedServer(Mode):
             why = "the server's KV connector would store what older weights computed, and find it by its tokens"
             if chosen == "keep":
                 raise UsageError(f"--in-flight-kv keep: {why}", hint="serve without a KV connector, or recompute")
-            self._run.note(f"requests in flight recompute their keys and values at every update: {why}")
+            logger.info(f"requests in flight recompute their keys and values at every update: {why}")
         return wanted and status.can_keep_kv
 
 
@@ -210,7 +213,7 @@ class SharedVllm(PatchedServer):
     def save(self, folder: Path) -> None:
         model = self._attached.model
         source = self._config.model_name
-        self._note_missing(model_folder.save(model, source, folder, self._parts))
+        self._log_missing(model_folder.save(model, source, folder, self._parts))
 
     def send_parts(self) -> None:
         if self._parts is not None:

@@ -9,6 +9,7 @@ A transfer that does not end leaves the servers paused, and they have to be rest
 received of a layer, and would load them together with those of the next transfer.
 """
 
+import logging
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ from bridge.server.receiver import LOOPBACK, PatchedReceiver, Receiver, StockRec
 from bridge.weights import model_folder
 from bridge.weights.attach import OpenedModel
 
+logger = logging.getLogger(__name__)
+
 SENDER = "bridge_patches.sender"
 """Module whose functions import vLLM, which `bridge` itself never does."""
 RESTART = "look into its log; restart it, and each server that stays paused, whose weights may be half-written"
@@ -42,10 +45,9 @@ RESTART = "look into its log; restart it, and each server that stays paused, who
 class Receivers:
     """All servers of a run, which get the same weights: paused as one, and called by vLLM's sender as one."""
 
-    def __init__(self, servers: Sequence[Receiver], in_flight: InFlight, note: Callable[[str], None]) -> None:
+    def __init__(self, servers: Sequence[Receiver], in_flight: InFlight) -> None:
         self._servers = servers
         self._in_flight: InFlight = in_flight
-        self._note = note
         self.num_workers: Sequence[int] = ()
         """Number of workers of each server."""
         self.on_failure: Callable[[BaseException], object] = lambda _: None
@@ -75,7 +77,7 @@ class Receivers:
         try:
             server.resume()
         except (ServerUnreachableError, UsageError) as error:  # or it is dead, or resumes once others have joined
-            self._note(f"{error.message}; {error.hint}")
+            logger.info(f"{error.message}; {error.hint}")
 
     def publish(self, version: int) -> int:
         """Let all serve `version`, and return it."""
@@ -143,7 +145,7 @@ class Transfer(OwnCopy):
         self._sender: Any = None
         vllm = import_module(SENDER).version()
         self._servers = self._find_servers()
-        self._receivers = Receivers(self._servers, self._config.publishing.in_flight, self._run.note)
+        self._receivers = Receivers(self._servers, self._config.publishing.in_flight)
         try:
             self._receivers.check(self._config.model_name, vllm)
         except BaseException:

@@ -11,6 +11,7 @@ Not covered: the memory of a pass (`pass_cost.py`), packing (`packing.py`), retr
 (`bridge/run/learner.py`).
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -24,12 +25,13 @@ from bridge.errors import UsageError, first_line
 from bridge.passes import attention, kernels, layers
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
-from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import recompute_activations
 from bridge.passes.prepared import PreparedModel
 from bridge.planning.memory import EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import Ranks
+
+logger = logging.getLogger(__name__)
 
 LONG_TOKENS = 4_096
 """Tokens of a sequence from which computing its attention again would take longer than keeping its output is worth."""
@@ -63,7 +65,6 @@ class Budget:
         prepared: PreparedModel,
         compute: ComputeConfig,
         optimizer: OptimizerConfig,
-        note: Note,
         *,
         temperature: float,
         num_groups: int,
@@ -80,7 +81,6 @@ class Budget:
         self._model = prepared.model
         self._compute = compute
         self._optimizer = optimizer
-        self._note = note
         self._temperature = temperature
         self._num_groups = num_groups
         self._replicas = replicas
@@ -155,13 +155,13 @@ class Budget:
         is_small = halved < max(longest, ENOUGH_TOKENS)
         if self.sums_in_float32 and is_small:
             self.sums_in_float32 = False
-            self._note(f"out of memory: gradients are summed in bf16 from now on; {BF16_SUMS}")
+            logger.info(f"out of memory: gradients are summed in bf16 from now on; {BF16_SUMS}")
         elif is_small and (ways := self._less()):
             self._keep(ways[0])
-            self._note(f"out of memory: {WORDS[ways[0]]} from now on, which takes longer")
+            logger.info(f"out of memory: {WORDS[ways[0]]} from now on, which takes longer")
         elif longest < self._tokens:
             self._tokens = max(halved, longest)
-            self._note(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
+            logger.info(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
         else:
             raise UsageError(
                 f"a sequence of {longest:,} tokens does not fit into the free memory: {first_line(error)}",
@@ -234,7 +234,7 @@ class Budget:
 
     def _keep(self, kept: Kept) -> None:
         if kept not in (self._prepared.kept, ALL):
-            recompute_activations(self._prepared, self._note, kept)
+            recompute_activations(self._prepared, kept)
 
     def _measured(self) -> int:
         free = self._free()
@@ -244,14 +244,14 @@ class Budget:
             if fitting >= (self._least if way.on_host else wanted):
                 break
             if fitting >= 0:
-                self._note(f"{WORDS[way]}: without, only {fitting:,} of {wanted:,} tokens fit at once")
+                logger.info(f"{WORDS[way]}: without, only {fitting:,} of {wanted:,} tokens fit at once")
             self._keep(way)
             fitting = self._fitting(free)
         tokens = min(max(fitting, self._longest), self._most)
         if self._on_gpu or tokens < min(self._most, self._num_slices * MOST_TOKENS):
-            self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
+            logger.info(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
         if fitting < self._longest and not self._on_gpu:
-            self._note(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
+            logger.info(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
         return tokens
 
     def _widen(self, tokens: int) -> bool:
@@ -263,10 +263,10 @@ class Budget:
         fitting = self._fitting(self._free() - self._share * more)
         fits = fitting >= min(max(self._longest, chosen or self._num_slices * ENOUGH_TOKENS), WORTH_IT * tokens)
         if not fits:
-            self._note(f"gradients are summed in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
+            logger.info(f"gradients are summed in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
         elif fitting < tokens and chosen is None:
             self._tokens = fitting
-            self._note(f"micro-batches of up to {fitting:,} tokens, beside gradients in float32")
+            logger.info(f"micro-batches of up to {fitting:,} tokens, beside gradients in float32")
         return fits
 
     def _free(self) -> float:

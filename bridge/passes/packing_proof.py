@@ -5,7 +5,8 @@ A family that treats positions or masks differently is refused here, whatever it
 Shape suffixes: T tokens, H hidden size, X experts of a token in all layers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,8 @@ from bridge.passes import attention, routing
 from bridge.passes.packing import Sample, packs
 from bridge.passes.prepared import PreparedModel
 
-Note = Callable[[str], None]
-"""Reports one line to the user."""
+logger = logging.getLogger(__name__)
+
 LENGTHS = (24, 13, 7, 6, 2)
 """Tokens of the sequences that are compared."""
 PROMPTS = (8, 8, 3, 3, 1)
@@ -87,7 +88,7 @@ class Expected:
             farthest=min((bound for bound in bounds if isinstance(bound, int)), default=0) - LENGTHS[0],
         )
 
-    def check(self, prepared: PreparedModel, note: Note, *, share_prompts: bool = False) -> None:
+    def check(self, prepared: PreparedModel, *, share_prompts: bool = False) -> None:
         """Run the packed forward pass with the attention and layers that the model has by now, and compare.
 
         Do it again with the first sequence at the end of the longest possible one: the others must not depend on it.
@@ -112,7 +113,7 @@ class Expected:
             )
         if differs > self.most and not self.is_noted:
             self.is_noted = True
-            note(f"attention hardly matters with these weights: packed, {line} if all are one sequence")
+            logger.info(f"attention hardly matters with these weights: packed, {line} if all are one sequence")
 
 
 def difference(hidden_TH: Tensor, alone_TH: Tensor, *, first: int = 0) -> float:

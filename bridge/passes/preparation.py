@@ -3,6 +3,7 @@
 Not covered: the check itself (`packing_proof.py`), the head (`logprobs.py`), how many tokens fit (`budget.py`).
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,12 +16,14 @@ from bridge.config import ComputeConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, kernels, layers, packing_proof, recurrence, routing, slices
 from bridge.passes.logprobs import check_head
-from bridge.passes.packing_proof import Expected, Note
+from bridge.passes.packing_proof import Expected
 from bridge.passes.parallel import Parallel
 from bridge.passes.parallel_proof import check_slices
 from bridge.passes.prepared import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.ranks.world import ALONE, Ranks
+
+logger = logging.getLogger(__name__)
 
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """Errors with which torch.compile fails for lack of a compiler or an unsupported operation; others are raised."""
@@ -29,7 +32,6 @@ COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 def prepare(
     model: PreTrainedModel,
     compute: ComputeConfig,
-    note: Note,
     *,
     max_model_len: int | None = None,
     experts: tuple[int, int] | None = None,
@@ -51,10 +53,10 @@ def prepare(
     try:
         with ranks.in_pass():
             if experts is not None:
-                prepared.replay = _replay(model, experts, compute, note)
+                prepared.replay = _replay(model, experts, compute)
             if ranks.cp_size > 1:
                 prepared.slices = slices.cut(model, ranks.cp_group)
-            _prepare(prepared, compute, note, max_model_len, is_replayed=experts is not None)
+            _prepare(prepared, compute, max_model_len, is_replayed=experts is not None)
             check_slices(prepared)
     except BaseException:
         prepared.release()
@@ -62,22 +64,18 @@ def prepare(
     return prepared
 
 
-def _replay(
-    model: PreTrainedModel, experts: tuple[int, int], compute: ComputeConfig, note: Note
-) -> RouterReplay | None:
+def _replay(model: PreTrainedModel, experts: tuple[int, int], compute: ComputeConfig) -> RouterReplay | None:
     """Let the model compute with the server's experts; without a choice of the user's, only if it can."""
     try:
         return RouterReplay.of(model, experts)
     except UnsupportedModelError as error:
         if compute.router_replay:
             raise
-        note(f"the trainer's routers choose the experts: {error.message}")
+        logger.info(f"the trainer's routers choose the experts: {error.message}")
         return None
 
 
-def _prepare(
-    prepared: PreparedModel, compute: ComputeConfig, note: Note, max_model_len: int | None, *, is_replayed: bool
-) -> None:
+def _prepare(prepared: PreparedModel, compute: ComputeConfig, max_model_len: int | None, *, is_replayed: bool) -> None:
     """Choose attention and layers, checking each.
 
     A model that is not replayed computes with given experts here alone, so that all checks compare the same ones.
@@ -94,20 +92,20 @@ def _prepare(
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
     recurrence.keep_apart(model)
-    _choose_attention(prepared, expected, compute.attention, note)
+    _choose_attention(prepared, expected, compute.attention)
     if compiles:
         is_recomputed = bool(compute.gradient_checkpointing or compute.activation_offload)
-        _compile(prepared, expected, note, recomputed=is_recomputed)
-    prepared.shares_prompts = _may_share_prompts(prepared, expected, note)
+        _compile(prepared, expected, recomputed=is_recomputed)
+    prepared.shares_prompts = _may_share_prompts(prepared, expected)
     if compute.gradient_checkpointing:
-        _recompute(prepared, note)
+        _recompute(prepared)
         prepared.kept = layers.INPUTS
     if not is_replayed and prepared.replay is not None and not prepared.is_compiled:
         prepared.replay.release()  # compiled layers have it in their code, at no cost
         prepared.replay = None
 
 
-def recompute_activations(prepared: PreparedModel, note: Note, kept: layers.Kept = layers.INPUTS) -> None:
+def recompute_activations(prepared: PreparedModel, kept: layers.Kept = layers.INPUTS) -> None:
     """Let each layer keep only its input for the backward pass, or what is `kept`, and compute the rest again there.
 
     The compiler does so where a layer is one graph without random numbers, which it would draw anew. Any other layer is
@@ -116,42 +114,42 @@ def recompute_activations(prepared: PreparedModel, note: Note, kept: layers.Kept
     prepared.kept = kept
     if prepared.is_compiled:
         layers.compile_layers(prepared.model, recomputed=True, keeps_attention=kept.attention)
-    _recompute(prepared, note, keeps_attention=kept.attention)
+    _recompute(prepared, keeps_attention=kept.attention)
 
 
-def _choose_attention(prepared: PreparedModel, expected: Expected, kernel: str, note: Note) -> None:
+def _choose_attention(prepared: PreparedModel, expected: Expected, kernel: str) -> None:
     """Use Bridge's attention where it is correct, else the model's own, which makes a mask from the positions."""
     model = prepared.model
     kernel_note = kernels.choose(model, kernel)
     own = attention.chosen(model)
     try:
         attention.choose(model, attention.NAME)
-        expected.check(prepared, note)
+        expected.check(prepared)
     except UnsupportedModelError as error:
         if prepared.slices is not None:
             raise
         attention.choose(model, own)
-        expected.check(prepared, note)
-        note(f"attention: the model's own ({own}), with a mask of tokens x tokens: {error.message}")
+        expected.check(prepared)
+        logger.info(f"attention: the model's own ({own}), with a mask of tokens x tokens: {error.message}")
     else:
         if attention.chosen(model) != attention.NAME:
-            note(f"attention: the only one of {type(model).__name__}, with a mask of tokens x tokens")
+            logger.info(f"attention: the only one of {type(model).__name__}, with a mask of tokens x tokens")
         elif model.device.type == "cuda":
-            note(kernel_note)
+            logger.info(kernel_note)
 
 
-def _may_share_prompts(prepared: PreparedModel, expected: Expected, note: Note) -> bool:
+def _may_share_prompts(prepared: PreparedModel, expected: Expected) -> bool:
     if attention.chosen(prepared.model) != attention.NAME:
         return False
     try:
-        expected.check(prepared, note, share_prompts=True)
+        expected.check(prepared, share_prompts=True)
     except UnsupportedModelError as error:
-        note(f"prompts are not shared: {error.message}")
+        logger.info(f"prompts are not shared: {error.message}")
         return False
     return True
 
 
-def _compile(prepared: PreparedModel, expected: Expected, note: Note, *, recomputed: bool) -> None:
+def _compile(prepared: PreparedModel, expected: Expected, *, recomputed: bool) -> None:
     """Compile the layers; undo it where torch cannot, or the result is wrong.
 
     Compile the backward pass, too, unless activations are recomputed or offloaded: `_recompute` does it then.
@@ -161,24 +159,24 @@ def _compile(prepared: PreparedModel, expected: Expected, note: Note, *, recompu
     layers.compile_layers(model, recomputed=recomputed)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
-            expected.check(prepared, note)
+            expected.check(prepared)
             if not recomputed:
                 _run_all_forms(prepared)
     except (*COMPILE_ERRORS, UnsupportedModelError) as error:
         layers.uncompile_layers(model)
-        note(f"layers are not compiled: {' '.join(str(error).strip().splitlines()[:2])}")
+        logger.info(f"layers are not compiled: {' '.join(str(error).strip().splitlines()[:2])}")
     else:
         torch._dynamo.config.suppress_errors = True  # a form that comes later and fails runs uncompiled, with a warning
 
 
-def _recompute(prepared: PreparedModel, note: Note, *, keeps_attention: bool = False) -> None:
+def _recompute(prepared: PreparedModel, *, keeps_attention: bool = False) -> None:
     """Leave recomputing to the compiled layers if they can, else to transformers."""
     if prepared.is_compiled:
         reason = _against_recomputing(prepared)
         if reason is None:
             return
         layers.uncompile_layers(prepared.model)
-        note(f"layers are not compiled: they are recomputed, and {reason}")
+        logger.info(f"layers are not compiled: they are recomputed, and {reason}")
     layers.call_again(prepared.model, keeps_attention=keeps_attention)
     prepared.hooks += getattr(prepared.model, "_require_grads_hooks", [])  # transformers' own, on the embeddings
 

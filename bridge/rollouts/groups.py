@@ -8,7 +8,6 @@ modules that open one, by a function `open_stream`. A problem becomes a group by
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -55,27 +54,6 @@ class Stream(Protocol):
         """Return groups of the held-out problems, sampled after `step`; None if the run evaluates nothing."""
 
     def close(self) -> None: ...
-
-
-class Notes:
-    """Lines for the log, each once: the sampling thread adds them, the trainer's thread logs them."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self._waiting = deque[str]()
-        self.noted = set[str]()
-
-    def __call__(self, line: str) -> None:
-        if line not in self.noted:
-            self.noted.add(line)
-            self.add(line)
-
-    def add(self, line: str) -> None:
-        self._waiting.append(line)
-
-    def flush(self) -> None:
-        while self._waiting:
-            self._note(self._waiting.popleft())
 
 
 Servers = Callable[[], Sequence[Server]]

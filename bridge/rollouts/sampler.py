@@ -5,6 +5,7 @@ whichever server answers.
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,8 @@ from bridge.rollouts.servers import Connections, Health, Server, next_of
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
+
+logger = logging.getLogger(__name__)
 
 Choices = TypeVar("Choices", TrainConfig, FeedConfig)
 AHEAD = 2
@@ -49,16 +52,25 @@ def seed_of(run_seed: int, call: int) -> int:
     return (run_seed * RUN_CALLS + call) % NUM_CALLS
 
 
-def fit_completions(config: Choices, longest: int | None, note: Callable[[str], None]) -> Choices:
-    """Return `config` with completions as `fitting` finds them; UsageError as there."""
-    fitted = fitting(config.sampling, longest, note)
-    return config if fitted is config.sampling else config.changed(max_new_tokens=fitted.max_new_tokens)
+def fit_completions(config: Choices, longest: int | None) -> Choices:
+    """Return `config` with completions as `fitting` finds them, and log a default that becomes shorter.
+
+    Raises:
+        UsageError: as `fitting`.
+    """
+    fitted = fitting(config.sampling, longest)
+    if fitted is config.sampling:
+        return config
+    logger.info(
+        f"--max-new-tokens {fitted.max_new_tokens}: half of the server's longest sequence, which has {longest} tokens"
+    )
+    return config.changed(max_new_tokens=fitted.max_new_tokens)
 
 
-def fitting(sampling: SamplingConfig, longest: int | None, note: Callable[[str], None]) -> SamplingConfig:
+def fitting(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:
     """Return `sampling` with completions that fit a server whose longest sequence has `longest` tokens; None: unknown.
 
-    By default half of the sequence is left for the prompt; `note` reports a default that becomes shorter.
+    By default half of the sequence is left for the prompt.
     """
     chosen = sampling.max_new_tokens
     if longest is None:
@@ -72,7 +84,6 @@ def fitting(sampling: SamplingConfig, longest: int | None, note: Callable[[str],
         )
     if chosen is not None or half >= DEFAULT_NEW_TOKENS:
         return sampling
-    note(f"--max-new-tokens {half}: half of the server's longest sequence, which has {longest} tokens")
     return sampling.model_copy(update={"max_new_tokens": half})
 
 

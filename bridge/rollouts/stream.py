@@ -5,10 +5,11 @@ whenever there is room, a step takes those that are done, and the others continu
 both cases each is scored as soon as it arrives, while others are still being sampled.
 
 The sampler's event loop has its own thread, which keeps running while a step is computed. Only `take`, `evaluate` and
-`served` start, take or drop groups; notes of the sampling thread are logged by the next of these calls.
+`served` start, take or drop groups.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -16,16 +17,19 @@ from typing import Any
 
 from bridge.config import TrainConfig
 from bridge.core.concurrency import gather_or_cancel
+from bridge.core.logs import info_once
 from bridge.errors import BridgeError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import problems, staleness
-from bridge.rollouts.groups import GroupSampler, Notes, Servers, Unusable, checked, penalized, scored_group
+from bridge.rollouts.groups import GroupSampler, Servers, Unusable, checked, penalized, scored_group
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.staleness import InFlight
 from bridge.scoring.score import FailedScores
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem, Result, Task, TrainedProblems
+
+logger = logging.getLogger(__name__)
 
 EVALUATION = 2**31
 """Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
@@ -51,7 +55,6 @@ class EnvironmentStream:
         group_sampler: GroupSampler,
         sampler: Sampler,
         scorer: Scorer,
-        notes: Notes,
         *,
         progress: Callable[[int, int], None] = lambda *_: None,
         ranks: Ranks = ALONE,
@@ -69,7 +72,8 @@ class EnvironmentStream:
         self._group_sampler = group_sampler
         self._sampler = sampler
         self._scorer = scorer
-        self._notes = notes
+        self._reported = set[str]()
+        """Kinds of failures that were logged."""
         self._progress = progress
         self._held_out = problems.held_out(task) if config.evaluation.samples else []
         self._order = enumerate(problems.endless(task, config.seed))
@@ -154,16 +158,12 @@ class EnvironmentStream:
             evaluation = self._run(gather_or_cancel(groups))
             self._counted_retries += self._sampler.num_retries - before
             self._report(failures)
-            self._notes.flush()
             return evaluation
 
         return self._ranks.run_on_rank_zero(all_groups)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        try:
-            return self._sampler.loop.run(coroutine)
-        finally:
-            self._notes.flush()
+        return self._sampler.loop.run(coroutine)
 
     def close(self) -> None:
         try:
@@ -230,7 +230,7 @@ class EnvironmentStream:
         fitting = most if kv_tokens is None else 2 * kv_tokens // (sampling.group_size * sampling.longest)
         most_in_flight = min(most, max(count, fitting))
         if rollouts.max_staleness:
-            self._notes(f"up to {most_in_flight} groups in flight (--groups-in-flight)")
+            info_once(logger, f"up to {most_in_flight} groups in flight (--groups-in-flight)")
         return most_in_flight
 
     async def _sampled(self, started: InFlight, count: int) -> Group:
@@ -296,6 +296,6 @@ class EnvironmentStream:
         )
 
     def _report(self, failures: FailedScores) -> None:
-        failures.note(self._notes.add, self._notes.noted)
+        failures.log(self._reported)
         for line in self._sampler.lacks:
-            self._notes(line)
+            info_once(logger, line)

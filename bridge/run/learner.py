@@ -14,6 +14,7 @@ over the replicas. The ranks of one pass compute the same samples, each with its
 Shape suffixes: N rows (positions that predict a sampled token).
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,9 +31,10 @@ from bridge.errors import RewardError, UsageError
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
 from bridge.optimizers import factory
-from bridge.passes.packing_proof import Note
 from bridge.run.step_batch import Batch, Computed, Pass
 from bridge.types import Group, Result
+
+logger = logging.getLogger(__name__)
 
 
 class Learner:
@@ -64,9 +66,9 @@ class Learner:
         self._start(Batch())
 
     @classmethod
-    def of(cls, config: TrainConfig, trainable: Trainable, note: Note) -> Self:
+    def of(cls, config: TrainConfig, trainable: Trainable) -> Self:
         """Return the learner of a run."""
-        _note_uncorrected(config, note)
+        _log_uncorrected(config)
         schedule = factory.schedule(config.optimizer, config.training_steps)
         spec = LossSpec.of(config.loss)
         return cls(trainable, spec, lr=config.learning_rate, schedule=schedule, sampling=config.sampling)
@@ -276,13 +278,13 @@ class Learner:
         )
 
 
-def _note_uncorrected(config: TrainConfig, note: Note) -> None:
+def _log_uncorrected(config: TrainConfig) -> None:
     """Log that completions of older weights are trained on as if the newest had sampled them, if that was chosen."""
     interval = config.publishing.restart_interval
     causes = [f"--max-staleness {config.rollouts.max_staleness}"] if config.rollouts.max_staleness else []
     causes += [f"--vllm-restart-interval {interval}"] if interval > 1 else []
     if causes and config.loss.mismatch == "none":
-        note(
+        logger.info(
             f"--mismatch none: with {' and '.join(causes)} completions of older weights are trained on, and nothing"
             " corrects for the difference"
         )

@@ -8,6 +8,7 @@ Not covered: showing a run to a person (`bridge_cli`).
 
 import html
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from bridge.core import atomic_file, redaction
 from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
 from bridge.types import Group
+
+logger = logging.getLogger(__name__)
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 """Package, which is the flag's name too -> name used in messages."""
@@ -149,15 +152,12 @@ class Wandb:
 class Trackers(AbstractContextManager["Trackers"], Reporter):
     """All trackers of one run."""
 
-    def __init__(
-        self, open_all: Callable[[], Mapping[str, Tracker]], note: Callable[[str], None], *, shows_texts: bool
-    ) -> None:
-        """Use the trackers that `open_all` returns, by name; `note` reports one that fails.
+    def __init__(self, open_all: Callable[[], Mapping[str, Tracker]], *, shows_texts: bool) -> None:
+        """Use the trackers that `open_all` returns, by name; one that fails is logged.
 
         `open_all` is called when the run has begun: a refused run leaves no trace.
         """
         self._open_all = open_all
-        self._note = note
         self._shows_texts = shows_texts
         self._trackers: dict[str, Tracker] | None = None
 
@@ -193,7 +193,7 @@ class Trackers(AbstractContextManager["Trackers"], Reporter):
                 do(tracker)
             except Exception as error:  # noqa: BLE001 - foreign code, on which nothing depends
                 del trackers[name]
-                self._note(
+                logger.info(
                     f"{name} failed, and is not used any more in this run: {type(error).__name__}{reason_of(error)}"
                 )
 
@@ -217,7 +217,7 @@ def trackers_of(
 ) -> Trackers:
     """Return the trackers of `run`, whose next step is `first_step`. Only rank 0 opens any, with `choices`."""
     shown = redaction.redacted(choices)
-    return Trackers(lambda: _open_all(tracking, shown, run, first_step), run.note, shows_texts=tracking.save_rollouts)
+    return Trackers(lambda: _open_all(tracking, shown, run, first_step), shows_texts=tracking.save_rollouts)
 
 
 def is_installed(package: str) -> bool:
@@ -246,7 +246,7 @@ def _open_all(
                     with suppress(Exception):  # foreign code too
                         tracker.close(failed=True)
                 raise UsageError(line, hint=f"fix that, or leave --{package} out") from error
-            run.note(line)
+            logger.info(line)
     return opened
 
 

@@ -3,6 +3,7 @@
 Not covered: what makes a folder a whole checkpoint, and the optimizer's state (`bridge/checkpoints`).
 """
 
+import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,6 +21,8 @@ from bridge.engine.policy import Policy
 from bridge.errors import RankError, UsageError
 from bridge.planning.memory import GIB
 from bridge.types import Group, TrainedProblems
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -76,8 +79,8 @@ class Checkpoints:
         self.step = progress.step
         self.trained = progress.trained
 
-    def note_lack_of_room(self, optimizer: OptimizerName) -> None:
-        """Note if the disk has no room for one checkpoint, which the end of the run needs."""
+    def log_lack_of_room(self, optimizer: OptimizerName) -> None:
+        """Log if the disk has no room for one checkpoint, which the end of the run needs."""
         least = 0.0
         for parameter in self._policy.trainable.weights.values():
             state = BytesPerParameter.of(optimizer, weight_bytes=parameter.itemsize).device
@@ -86,7 +89,7 @@ class Checkpoints:
         folder = next(path for path in (self._folder.absolute(), *self._folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(folder).free / GIB
         if free < least:
-            self._run.note(
+            logger.info(
                 f"a checkpoint takes at least {least:.2f} GiB, and {folder} has {free:.2f} GiB free: make room, since"
                 " the last step is always saved, or choose another folder with --save-path"
             )
@@ -124,12 +127,12 @@ class Checkpoints:
         if not self._ranks.is_broken:
             return
         if self._ranks.tp_size > 1:
-            self._run.note("weights of other tensor-parallel ranks were lost: continue from the last checkpoint")
+            logger.info("weights of other tensor-parallel ranks were lost: continue from the last checkpoint")
         elif self._ranks.is_rank_zero and not self._is_half_written:
             folder = self._weights_folder()
             with atomic_folder.write(folder, replaceable=lambda _: False) as scratch:
                 self._policy.mode.save(scratch)
-            self._note_weights(folder)
+            self._log_weights(folder)
 
     def pin(self, folder: Path) -> None:
         """Keep one for as long as the run lasts, because a server was started with it."""
@@ -155,7 +158,7 @@ class Checkpoints:
             with suppress(UsageError):
                 self._policy.save(folder)
                 if self._ranks.is_rank_zero:
-                    self._note_weights(folder)
+                    self._log_weights(folder)
             raise
 
     def _weights_folder(self) -> Path:
@@ -164,8 +167,8 @@ class Checkpoints:
         names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier run may have ended there, too
         return next(path for name in names if not (path := self._run.writable(self._folder / name)).exists())
 
-    def _note_weights(self, folder: Path) -> None:
-        self._run.note(f"the weights of step {self.step}, without the optimizer's state, are in {folder}")
+    def _log_weights(self, folder: Path) -> None:
+        logger.info(f"the weights of step {self.step}, without the optimizer's state, are in {folder}")
 
     def _progress(self) -> Progress:
         seed, problems = self.order or (None, None)

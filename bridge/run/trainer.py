@@ -4,6 +4,7 @@ A step reads from top to bottom in `Run._take_steps`. A server that this run sta
 newest weights, and the step is retried. Several ranks run this loop in lockstep; rank 0 writes and reports.
 """
 
+import logging
 import math
 import shlex
 import time
@@ -39,6 +40,8 @@ from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
 from bridge.types import Environment, Group, Result
 from bridge.weights import model_files
+
+logger = logging.getLogger(__name__)
 
 RESTARTS = 3
 """A server that dies more often than this in one operation is given up."""
@@ -227,7 +230,7 @@ class Run:
         directory = self._directory
         scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
         context = RunContext(
-            name=str(directory.path.absolute()), scratch=scratch, note=directory.note,
+            name=str(directory.path.absolute()), scratch=scratch,
             resumes=self._resume is not None, process=self._process, ranks=ranks,
         )  # fmt: skip
         self._owns_server = any(ranks.all_gather_object(self._process is not None))
@@ -260,28 +263,27 @@ class Run:
         folder = (config.checkpoints.save_path or directory.checkpoints).absolute()
         name = (folder.parent if folder.name == directory.checkpoints.name else folder).name or "bridge"
         stream: Stream = import_module(SOURCES[config.rollouts.source].module).open_stream(
-            config, self._environment, directory.note,
+            config, self._environment,
             run_name=name, progress=self._reporter.progress, ranks=self._ranks,
         )  # fmt: skip
         return stream
 
     def _open_learner(self) -> None:
         config = self._config
-        note = self._directory.note
         if left_out := model_files.source_files(config.model_name, download=True).note():  # checkpoints need them
-            note(left_out)
+            logger.info(left_out)
         self._opened = self._policy.open().opened
-        self._learner = Learner.of(config, self._policy.trainable, note)
+        self._learner = Learner.of(config, self._policy.trainable)
         self._checkpoints = Checkpoints(config.checkpoints, self._directory, self._policy)
         if self._ranks.is_rank_zero:
-            self._checkpoints.note_lack_of_room(config.optimizer.name)
+            self._checkpoints.log_lack_of_room(config.optimizer.name)
         self._pauses = PausePolicy.of(
             config.publishing, max_staleness=config.rollouts.max_staleness, can_sleep=self._policy.mode.can_sleep,
             shares_gpu=config.mode != "none" and self._opened.device.type == "cuda",
         )  # fmt: skip
         if self._pauses.stops_sampling and config.publishing.pause_while_training is None:
-            note("sampling stops while a step is computed, since both would share the GPU")
-        self._alarms = Alarms(note, mismatch_limit=config.loss.mismatch_alarm)
+            logger.info("sampling stops while a step is computed, since both would share the GPU")
+        self._alarms = Alarms(mismatch_limit=config.loss.mismatch_alarm)
         self._goal = goal_of(config.stop_at, self._learner.spec.metrics)
 
     def _load(self) -> None:
@@ -292,14 +294,14 @@ class Run:
             self._resume.check_left(self._config.training_steps)
             changes = resuming.check(self._resume, self._chosen, self._environment) if self._ranks.is_rank_zero else ()
             for line in changes:
-                self._directory.note(line)
+                logger.info(line)
             self._checkpoints.load(self._resume)
             self._stream.resume(self._checkpoints.trained)
             self._begun_at = self._checkpoints.step
         elif self._config.mode == "shared_vllm" and self._policy.version:  # the other modes bring their own weights
             model = self._config.model_name
             version = self._policy.version
-            self._directory.note(
+            logger.info(
                 f"the server was trained before: step 1 starts from its weights, version {version}, not from those of"
                 f" {model} (bridge restore {shlex.quote(model)} loads these)"
             )
@@ -311,7 +313,7 @@ class Run:
         self._pauses = replace(self._pauses, kv_sleeps=self._learner.wants_sleep())
         if self._pauses.kv_sleeps:
             then = "; requests in flight recompute theirs" if self._config.rollouts.max_staleness else ""
-            self._directory.note(f"the server's KV cache sleeps while training, which needs its memory{then}")
+            logger.info(f"the server's KV cache sleeps while training, which needs its memory{then}")
 
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
@@ -323,7 +325,7 @@ class Run:
             return
         if self._ranks.run_on_rank_zero(lambda: self._goal(record)):  # each rank has other times
             self._is_reached = True
-            self._directory.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
+            logger.info(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
     def _announce_version(self) -> None:
         self._stream.served(self._policy.endpoint, self._policy.version)
@@ -336,7 +338,7 @@ class Run:
         """Restart the dead server with the newest weights."""
         if self._checkpoints.is_torn():
             raise error
-        self._directory.note(f"the server died: {error.message}")
+        logger.info(f"the server died: {error.message}")
         newest = self._save() if self._checkpoints.step else None
         if newest is not None:
             self._checkpoints.pin(newest)
@@ -347,4 +349,4 @@ class Run:
             torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
         self._policy.mode.revive(newest)
         self._announce_version()
-        self._directory.note(f"the server was started again with the weights of step {self._checkpoints.step}")
+        logger.info(f"the server was started again with the weights of step {self._checkpoints.step}")

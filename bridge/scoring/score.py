@@ -1,9 +1,10 @@
 """The score of one completion by foreign code, and how many of a batch failed."""
 
 import inspect
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, SupportsFloat, SupportsIndex
@@ -11,6 +12,8 @@ from typing import Any, Protocol, Self, SupportsFloat, SupportsIndex
 from bridge.core.foreign_code import described, location_of, reason_of, shortened, source_file
 from bridge.errors import BridgeError, RewardError
 from bridge.types import Problem
+
+logger = logging.getLogger(__name__)
 
 LARGEST = 1e30
 """Largest absolute reward that is accepted: the squares of such rewards, and their sums, would overflow."""
@@ -225,12 +228,12 @@ class FailedScores:
             " --max-unscored-share allows more completions without a reward",
         )
 
-    def note(self, note: Callable[[str], None], noted: set[str]) -> None:
-        """Report each kind that is not in `noted`, and add it."""
+    def log(self, reported: set[str]) -> None:
+        """Log each kind that is not in `reported`, and add it."""
         for kind, count in self._counts.items():
-            if kind not in noted:
-                noted.add(kind)
-                note(
+            if kind not in reported:
+                reported.add(kind)
+                logger.info(
                     f"{self._batch}: {_completions(count)} left out for lack of a reward: {self._examples[kind]}"
                     " (reported once; all are counted)"
                 )

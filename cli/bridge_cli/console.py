@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.text import Text
 
+from bridge.core import logs
 from bridge.core.redaction import escaped, redact_urls
 
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
@@ -20,6 +21,8 @@ LONGEST_LOGGED = 10_000
 """Characters of a line that Bridge logs."""
 LOG_STYLES = {"bridge.processes.server_command": "dim"}
 """The style of what a logger of Bridge's prints, where it is not plain."""
+OF_STARTS = "bridge.processes", "bridge.engine.compile_ahead"
+"""Loggers of what each rank starts."""
 STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
 
 _view: tuple[Callable[[Text], None], Callable[[str], None]] | None = None
@@ -54,20 +57,35 @@ class _LogHandler(logging.Handler):
         note(record.getMessage()[:LONGEST_LOGGED], style=style)
 
 
+_LOG_HANDLER = _LogHandler()
+
+
 @contextlib.contextmanager
 def printing_logs() -> Iterator[None]:
     """Print what Bridge logs in the block; a handler that a user's program installs does not repeat it."""
-    logger, handler = logging.getLogger("bridge"), _LogHandler()
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger = logging.getLogger("bridge")
+    propagates = logger.propagate
+    with logs.handled_by(_LOG_HANDLER):
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.propagate = propagates
+
+
+@contextlib.contextmanager
+def printing_only(*loggers: str) -> Iterator[None]:
+    """Print in the block what `loggers` and those below them log, and nothing else that Bridge logs."""
+    filters = [logging.Filter(name) for name in loggers]
+
+    def is_printed(record: logging.LogRecord) -> bool:
+        return any(wanted.filter(record) for wanted in filters)
+
+    _LOG_HANDLER.addFilter(is_printed)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        _LOG_HANDLER.removeFilter(is_printed)
 
 
 def verdict(status: str, text: str) -> None:

@@ -186,7 +186,7 @@ def demo_model_folder() -> Path:
 def _train_and_verify(world: "Ranks", job: Job, opened: Opened, run: RunDirectory) -> tuple["Summary", list[Check]]:
     command = prepare(job.serve, [])
     write_json(run.server_config, job.serve.document())
-    with trained(world, job, opened, run, command) as summary:
+    with console.printing_only(*console.OF_STARTS), trained(world, job, opened, run, command) as summary:
         console.note("verifying on the same live server")
         return summary, proof(command.manifest, as_json=False)
 

@@ -42,16 +42,14 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
             " single turns only",
             hint=f"bridge run --environment {config.task.environment}, which needs no API",
         )
-    stream.rehearse(config.model_name, config.task, config.sampling, environment, console.note)
+    stream.rehearse(config.model_name, config.task, config.sampling, environment)
 
     def show(progress: "FeedProgress", line: str) -> None:
         console.note(line)
         if as_json:
             console.data(json.dumps(dataclasses.asdict(progress)))
 
-    last = feeder.feed(
-        config, environment, environment.recipe, note=console.note, report=lambda now: show(now, progress_line(now))
-    )
+    last = feeder.feed(config, environment, environment.recipe, report=lambda now: show(now, progress_line(now)))
     show(last, summary_line(last))
 
 

@@ -151,7 +151,7 @@ def _compiling_ahead(
     dtype = torch.bfloat16 if serve.dtype == "auto" else getattr(torch, serve.dtype)
     share = float(value(commands[0].argv, "--gpu-memory-utilization") or 1)  # unknown: nothing is left beside vLLM
     model = partial(stand_in, train.model_name, dtype, device, share=share)
-    return compiling_ahead(model, train, console.note, ranks)
+    return compiling_ahead(model, train, ranks)
 
 
 def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> ServerCommand:

@@ -114,8 +114,8 @@ def _directory(
         its_saved = RunDirectory(path).save_path
         is_own = own is not None and own.resolve() == path.resolve()
         if is_own or (its_saved is not None and its_saved.resolve() == save_path.resolve()):
-            return RunDirectory.reopen(path, step, echo=console.note)
-    run = RunDirectory.create(run_dir, environment=task, echo=console.note)
+            return RunDirectory.reopen(path, step)
+    run = RunDirectory.create(run_dir, environment=task)
     if checkpoint is not None:
         console.note(f"{run.path} begins at step {step + 1}; the steps before it are in {own}")
     return run

@@ -132,7 +132,7 @@ class FirstRank:
             )
         train, self.directory, checkpoint = open_run(job.chosen, job.environment)
         longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
-        train = fit_completions(train, longest, console.note)
+        train = fit_completions(train, longest)
         if train.mode == "lora_only":
             _check_adapter(train.model_name, train.lora)
         if train.needs_patched_server:
@@ -142,7 +142,7 @@ class FirstRank:
         send_key(job.vllm_flags)
         if job.environment is not None:
             stream.rehearse(
-                train.model_name, train.task, train.sampling, job.environment, console.note, max_model_len=longest,
+                train.model_name, train.task, train.sampling, job.environment, max_model_len=longest,
                 pass_size=job.serve.tensor_parallel_size * train.context_parallel_size,
             )  # fmt: skip
         write_json(self.directory.server_config, job.serve.document(job.serve))

@@ -92,7 +92,7 @@ class _FirstRank:
             num_parts = max((running.manifest.tp_degree for running in replicas), default=1)
             lengths = [running.manifest.max_model_len for running in replicas if running.manifest.max_model_len]
             stream.rehearse(
-                config.model_name, config.task, config.sampling, self.environment, console.note,
+                config.model_name, config.task, config.sampling, self.environment,
                 max_model_len=min(lengths, default=None), pass_size=num_parts * config.context_parallel_size,
             )  # fmt: skip
         return config, self.directory.path, checkpoint

@@ -65,10 +65,12 @@ def train_in(
 
     run_of = partial(Run, config, environment, run, process=process, resume=resume, ranks=ranks)
     if not ranks.is_rank_zero:
-        return run_of(reporting.Reporter()).train()
+        with console.printing_only(*console.OF_STARTS):  # the first rank prints the rest
+            return run_of(reporting.Reporter()).train()
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
     with (
+        run.recording(),
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
         reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step) as curves,
     ):

@@ -107,6 +107,17 @@ def test_logged_lines_are_printed_once_and_warnings_in_yellow(
     assert caplog.messages == ["of another package", "after the command"]
 
 
+def test_other_ranks_print_only_what_their_servers_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.printing_logs():
+        with console.printing_only(*console.OF_STARTS):
+            logging.getLogger("bridge.run.trainer").info("the server died")
+            logging.getLogger("bridge.processes.server_process").info("vLLM is ready")
+            logging.getLogger("bridge.engine.compile_ahead").info("waiting")
+            logging.getLogger("bridge.engine.compile_aheads").info("of another logger")
+        logging.getLogger("bridge.run.trainer").info("done")
+    assert capsys.readouterr().err == "vLLM is ready\nwaiting\ndone\n"
+
+
 def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console.note("one\n  two")
     assert capsys.readouterr().err == "one\n  two\n"

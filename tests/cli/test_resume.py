@@ -1,5 +1,6 @@
 """`--resume`: which checkpoint and directory a run resumes from, what it logs, and what it never overwrites."""
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
+from bridge_cli import console
 from bridge_cli.resume import open_run
 from tests.cli.test_run_directory import metrics, steps
 from tests.unit.core.test_claim import held
@@ -378,5 +380,7 @@ def test_an_event_in_the_run_is_told_to_people(workspace: Workspace) -> None:
         lambda: workspace.open(save_path=workspace.folder / "fresh"),
     ]
     for reopen in opened:
-        reopen().run.note("the server died")
+        run = reopen().run
+        with console.printing_logs(), run.recording():
+            logging.getLogger("bridge.run").info("the server died")
         assert workspace.capsys.readouterr().err == "the server died\n"

@@ -1,4 +1,5 @@
 import json
+import logging
 import math
 import os
 import re
@@ -293,22 +294,28 @@ def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:
     assert not RunDirectory.reopen(tmp_path, 2).metrics.exists()
 
 
-def test_a_step_that_was_saved_but_has_no_line_is_told(tmp_path: Path) -> None:
-    notes: list[str] = []
+def test_a_step_that_was_saved_but_has_no_line_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = with_steps(tmp_path, 1, 2)
-    RunDirectory.reopen(tmp_path, 2, echo=notes.append)
-    assert notes == []
-    RunDirectory.reopen(tmp_path, 3, echo=notes.append)
-    assert notes == [f"{run.metrics} has no line of step 3: the run was killed before that, or began elsewhere"]
-    assert notes[0] in run.events.read_text()
+    RunDirectory.reopen(tmp_path, 2)
+    assert caplog.messages == []
+    RunDirectory.reopen(tmp_path, 3)
+    assert caplog.messages == [
+        f"{run.metrics} has no line of step 3: the run was killed before that, or began elsewhere"
+    ]
+    assert caplog.messages[0] in run.events.read_text()
     assert steps(run.metrics) == [1, 2]
+
+
+def log(run: RunDirectory, line: str) -> None:
+    with run.recording():
+        logging.getLogger("bridge.run").info(line)
 
 
 def test_a_full_disk_is_reported_with_the_file_and_its_room(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     writes: list[Callable[[], None]] = [
         lambda: run.append(metrics(1)),
-        lambda: run.note("the server died"),
+        lambda: log(run, "the server died"),
         lambda: run.append_rollouts(1, [group("4")]),
         lambda: run.append_evaluation(evaluation(1)),
         lambda: run.write_config(TrainConfig.of(model_name="m" * 100).document()),
@@ -353,15 +360,13 @@ def test_a_kill_between_two_files_loses_and_doubles_nothing(tmp_path: Path, monk
 
 
 def test_another_rank_writes_nothing_into_the_directory(tmp_path: Path) -> None:
-    notes: list[str] = []
     nothing: Any = None
     first = RunDirectory.create(tmp_path / "run", environment="arithmetic")
     first.append(metrics(1))
     before = sorted(path.name for path in first.path.iterdir())
-    other = RunDirectory.join(first.path, echo=notes.append)
-    other.note("a request was retried")
+    other = RunDirectory.join(first.path)
+    log(other, "a request was retried")
     other.record("a request was retried")
-    assert notes == ["a request was retried"]
     writes: list[Callable[[], object]] = [
         lambda: other.append(metrics(2)),
         lambda: other.append_rollouts(2, []),
@@ -391,14 +396,11 @@ def test_a_rank_is_refused_where_no_run_is_going_on(tmp_path: Path, exists: bool
 
 
 def test_an_event_is_logged_with_its_time_and_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    notes: list[str] = []
-    run = RunDirectory.create(tmp_path, environment="arithmetic", echo=notes.append)
-    run.note("the server died")
-    assert notes == ["the server died"]
-    RunDirectory(tmp_path).note("nobody listens")
-    assert notes == ["the server died"]
+    run = RunDirectory.create(tmp_path, environment="arithmetic")
+    log(run, "the server died")
+    logging.getLogger("bridge.run").info("after the run")
     events = [line.split(" ", 1) for line in run.events.read_text().splitlines()]
-    assert [event for _, event in events] == ["the server died", "nobody listens"]
+    assert [event for _, event in events] == ["the server died"]
     assert all(time.strptime(when, "%Y-%m-%dT%H:%M:%S%z") for when, _ in events)
     assert capfd.readouterr() == ("", "")
 

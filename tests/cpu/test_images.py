@@ -93,7 +93,7 @@ def sees_the_same(server: LiveServer, data: Path, marker: str = MARKER) -> None:
     prompts = encoded(server, data, marker)
     completions, attached = sampled(server, prompts), attach(server.manifest)
     assert attached.weight_bytes() == 0
-    prepared = preparation.prepare(attached.model, ComputeConfig(compile_layers=False), lambda _: None)
+    prepared = preparation.prepare(attached.model, ComputeConfig(compile_layers=False))
     own = [mismatch(prepared, *pair) for pair in zip(prompts, completions, strict=True)]
     assert max(own) < scenarios.FAMILY_PARITY_LIMIT, own
     first, second, *_ = prompts

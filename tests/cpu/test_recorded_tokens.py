@@ -57,7 +57,7 @@ def recorded(server: LiveServer, folder: Path, template: str, kind: str = "Chatt
         model_name=str(folder), environment=f"{AGENTS}:{kind}", max_new_tokens=1800, reward_processes=0,
         batch_size=NUM_GROUPS * GROUP_SIZE, group_size=GROUP_SIZE, **off,
     )  # fmt: skip
-    with closing(open_stream(config, registry.load(config.task), lambda _: None)) as stream:
+    with closing(open_stream(config, registry.load(config.task))) as stream:
         stream.served(Endpoint(url=server.manifest.url, model=server.manifest.model), 0)
         return stream.take(NUM_GROUPS, step=1)
 

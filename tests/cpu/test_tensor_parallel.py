@@ -97,13 +97,11 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
         model_name=str(model), vllm_config_path=manifest, lr=scenarios.LR, batch_size=32, group_size=4,
         max_new_tokens=24, training_steps=STEPS, **choices,
     )  # fmt: skip
-    context = RunContext(name="test", scratch=folder / "scratch", note=lambda _: None, ranks=ranks)
+    context = RunContext(name="test", scratch=folder / "scratch", ranks=ranks)
     mode: Any = WAYS[config.way](config, context)
     opened = mode.open()
     replayed = mode.replayed_experts
-    learner = learners.made(
-        config, opened, lambda _: None, max_model_len=mode.max_model_len, experts=replayed, ranks=ranks
-    )
+    learner = learners.made(config, opened, max_model_len=mode.max_model_len, experts=replayed, ranks=ranks)
 
     def sampled() -> list[Group]:
         url, name = mode.endpoint.url, mode.endpoint.model

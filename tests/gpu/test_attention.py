@@ -52,17 +52,16 @@ def computed(prepared: PreparedModel, *, share_prompts: bool) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_completions_see_the_prompt_that_they_share(window: int | None) -> None:
+def test_completions_see_the_prompt_that_they_share(window: int | None, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     config = MistralConfig(**SMALL, head_dim=64, sliding_window=window, tie_word_embeddings=False)
     config.initializer_range = 0.06
     exact = MistralForCausalLM(config).cuda()
     model = copy.deepcopy(exact).bfloat16()
     attention.choose(exact, attention.NAME)  # in float32, which the kernel does not support
-    notes = list[str]()
-    prepared = prepare(model, TrainConfig.of(model_name="m", compile_layers=False).compute, notes.append)
+    prepared = prepare(model, TrainConfig.of(model_name="m", compile_layers=False).compute)
     assert prepared.shares_prompts
-    assert [note for note in notes if not note.startswith("attention: ")] == []
+    assert [note for note in caplog.messages if not note.startswith("attention: ")] == []
     in_float32 = PreparedModel(exact)
     ours, expected = computed(prepared, share_prompts=True), computed(in_float32, share_prompts=True)
     assert (ours[0] - expected[0]).abs().mean() < PARITY_LIMIT

@@ -63,7 +63,7 @@ def test_base_and_adapter_take_no_memory_of_the_trainers_own(llama: LiveServer, 
     config = TrainConfig.of(
         model_name=llama.manifest.model, mode="lora_only", lora_r=scenarios.LORA_RANK, vllm_config_path=llama.path
     )
-    mode = LoraMemory(config, RunContext(name="run", scratch=tmp_path / "served", note=lambda _: None))
+    mode = LoraMemory(config, RunContext(name="run", scratch=tmp_path / "served"))
     opened = mode.open()
     try:
         assert opened.weight_bytes == 0

@@ -1,7 +1,5 @@
 """A learner without a server, for tests of what training computes."""
 
-from collections.abc import Callable
-
 from bridge.config import TrainConfig
 from bridge.engine.opening import prepared_of, trainable_of
 from bridge.ranks.world import ALONE, Ranks
@@ -12,12 +10,11 @@ from bridge.weights.attach import OpenedModel
 def made(
     config: TrainConfig,
     opened: OpenedModel,
-    note: Callable[[str], None],
     *,
     max_model_len: int | None = None,
     experts: tuple[int, int] | None = None,
     ranks: Ranks = ALONE,
 ) -> Learner:
-    prepared = prepared_of(config, opened, note, max_model_len=max_model_len, experts=experts, ranks=ranks)
-    trainable = trainable_of(config, opened, prepared, note, max_model_len=max_model_len, ranks=ranks)
-    return Learner.of(config, trainable, note)
+    prepared = prepared_of(config, opened, max_model_len=max_model_len, experts=experts, ranks=ranks)
+    trainable = trainable_of(config, opened, prepared, max_model_len=max_model_len, ranks=ranks)
+    return Learner.of(config, trainable)

@@ -33,6 +33,7 @@ from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import OpenedModel, attach
 from tests.listener import Listener
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import HttpRequest, serving
@@ -183,19 +184,14 @@ class Run:
     mode: FakeMode
     http_requests: list[HttpRequest]
     reported: list[StepMetrics] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Notes, except for those below."""
-    told_before: list[str] = field(default_factory=list)
-    """The note that the fake server was trained before, as it starts at version 3."""
+    logged: list[str] = field(default_factory=list)
     report: Callable[[StepMetrics], None] = lambda _: None
 
     def train(self, environment: Letters | None = None, engine: ServerProcess | None = None, **choices: Any) -> Summary:
-        def tell(line: str) -> None:
-            (self.told_before if line.startswith("the server was trained before") else self.notes).append(line)
-
-        run = RunDirectory.create(self.folder / "run", environment="letters", echo=tell)
+        run = RunDirectory.create(self.folder / "run", environment="letters")
         reporter = Listener(self._report)
-        return trainer.Run(self.config(**choices), environment or Letters(), run, reporter, process=engine).train()
+        with run.recording():
+            return trainer.Run(self.config(**choices), environment or Letters(), run, reporter, process=engine).train()
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
@@ -203,7 +199,18 @@ class Run:
         assert newest is not None
         run = RunDirectory.reopen(newest.progress.run_dir, newest.progress.step)
         problems = environment or Letters()
-        return trainer.Run(self.config(**choices), problems, run, Listener(self._report), resume=newest).train()
+        with run.recording():
+            return trainer.Run(self.config(**choices), problems, run, Listener(self._report), resume=newest).train()
+
+    @property
+    def told_before(self) -> list[str]:
+        """The line that the fake server was trained before, as it starts at version 3."""
+        return [line for line in self.logged if line.startswith("the server was trained before")]
+
+    @property
+    def notes(self) -> list[str]:
+        """All other lines that were logged."""
+        return [line for line in self.logged if line not in self.told_before]
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed: dict[str, Any] = {
@@ -268,7 +275,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     @contextmanager
     def start(bend: Bend = unbent, folder: str = ".", version: str = "3", **choices: Any) -> Iterator[Run]:
         toy = toy_server.serve(tiny.llama(), tmp_path / folder / "model")
-        with serving(openai(bend, version=lambda: version)) as server:
+        with serving(openai(bend, version=lambda: version)) as server, logged() as lines:
             mode = FakeMode(toy, server.url, **choices)
 
             def made(_: TrainConfig, context: RunContext) -> FakeMode:
@@ -278,7 +285,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
             monkeypatch.setattr(policy, "WAYS", defaultdict(lambda: made))
             if mode.dropout:  # so that two passes differ
                 monkeypatch.setattr(preparation, "prepare", lambda model, *_, **__: PreparedModel(model))
-            yield Run(tmp_path / folder, mode, server.requests)
+            yield Run(tmp_path / folder, mode, server.requests, logged=lines)
 
     return start
 

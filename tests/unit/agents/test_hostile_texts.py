@@ -6,6 +6,7 @@ Not covered: code that harms its process (`test_agent_runs.py`, `test_trajectori
 
 import asyncio
 import json
+import logging
 import math
 import random
 import re
@@ -149,7 +150,8 @@ def test_hostile_text_is_logged_without_control_characters(
     metrics = report_runs.metrics(5, 5)
     for number, text in enumerate(texts):
         with defects.of("event", text):
-            run.note(text)
+            with run.recording():
+                logging.getLogger("bridge").info(text)
             if number % 10 == 0:
                 console.note(text[:1000])
         group = grouped([text], [1.0], [text])
@@ -213,7 +215,7 @@ def test_hostile_requests_do_not_end_the_run(texts: list[str], tmp_path: Path, n
         async def room(_: Any) -> int:
             return 10_000
 
-        run = Run(Recording(known, lambda _: None), sample, room, max_turns=10_000, note=lambda _: None)
+        run = Run(Recording(known), sample, room, max_turns=10_000)
         with defects.of("run", texts[0]):
             await scored(run, recorder, Posting(texts, defects), PROBLEM)
             json.dumps([written.completion(0).text for written in run.written()]).encode()

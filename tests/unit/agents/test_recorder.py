@@ -163,7 +163,7 @@ def test_memory_of_a_run_grows_with_its_text(tmp_path: Path) -> None:
     completion = Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), text=text, finish_reason="stop")
 
     def kept(num_turns: int) -> int:
-        recording = Recording(known, lambda _: None)
+        recording = Recording(known)
         messages: list[dict[str, Any]] = []
         for number in range(num_turns):
             messages.append({"role": "user", "content": f"{number} " + "word " * 200})

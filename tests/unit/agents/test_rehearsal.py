@@ -19,6 +19,7 @@ from bridge.scoring.score import FailedScore, Scores
 from bridge.types import Problem
 from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
+from tests.logged import logged
 from tests.models import chat, tiny
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Hanging, Sample
@@ -57,10 +58,10 @@ class Task:
 def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, **choices: Any) -> list[str]:
     """Return the logged lines."""
     config = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
-    notes: list[str] = []
     given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
-    stream.rehearse(str(model), config, SamplingConfig(), given, notes.append)
-    return notes
+    with logged() as lines:
+        stream.rehearse(str(model), config, SamplingConfig(), given)
+    return lines
 
 
 def test_messages_without_a_chat_template_are_refused(model: Path) -> None:
@@ -91,7 +92,7 @@ def test_images_far_behind_are_refused_at_the_start(tmp_path: Path, *, is_held_o
     training, held_out = (texts, rows) if is_held_out else (rows, texts)
     task = BridgeTask(problems=lambda: iter(training), kept=held_out, recipe=Task)
     with pytest.raises(UnsupportedModelError, match="has no vision model, and a prompt has images"):
-        stream.rehearse(str(text_only), TaskConfig(reward_processes=0), SamplingConfig(), task, lambda _: None)
+        stream.rehearse(str(text_only), TaskConfig(reward_processes=0), SamplingConfig(), task)
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
@@ -106,7 +107,7 @@ def test_a_long_prompt_far_behind_is_refused_at_the_start(model: Path, *, is_hel
     def try_with(max_model_len: int | None, max_new_tokens: int | None = 10) -> None:
         sampling = SamplingConfig(max_new_tokens=max_new_tokens)
         config = TaskConfig(reward_processes=0)
-        stream.rehearse(str(model), config, sampling, task, lambda _: None, max_model_len=max_model_len)
+        stream.rehearse(str(model), config, sampling, task, max_model_len=max_model_len)
 
     for fitting in (num_tokens + 10, None):
         try_with(fitting)
@@ -151,7 +152,7 @@ def test_a_dropped_message_far_behind_is_refused_with_its_place(tmp_path: Path) 
     rows[4321] = {"prompt": [{"role": "human", "content": "3+4?"}], "answer": 7}
     for name, task in (("problem", of_list(rows)), ("held-out problem", of_list(rows[:9], rows))):
         with pytest.raises(RewardError) as caught:
-            stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), SamplingConfig(), task, lambda _: None)
+            stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), SamplingConfig(), task)
         assert caught.value.message.startswith(f"{name} 4322 of 5,000: the model's chat template drops the message of")
 
 
@@ -182,7 +183,7 @@ def test_a_stop_that_is_never_found_is_refused(tmp_path: Path) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     sampling = SamplingConfig(stop=("<|im_end|>\n",))
     with pytest.raises(UsageError, match="never ends a completion"):
-        stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), sampling, Task(), lambda _: None)
+        stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), sampling, Task())
 
 
 def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> None:
@@ -251,7 +252,9 @@ def test_a_score_that_takes_its_time_is_judged_in_training(
     assert notes == ["no made-up completion of the first problems got a reward within 1 s"]
 
 
-def test_a_rehearsal_that_runs_out_of_time_reports_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_that_runs_out_of_time_reports_its_first_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Slow:
         def __init__(self) -> None:
             self.failures = [FailedScore(kind="slow", line="Task.score took longer than 3 s")]
@@ -265,9 +268,8 @@ def test_a_rehearsal_that_runs_out_of_time_reports_its_first_failure(monkeypatch
             pass
 
     monkeypatch.setattr(stream, "LIMIT_S", 0.05)
-    notes: list[str] = []
-    assert asyncio.run(stream._failures(cast(Any, Slow()), [{"prompt": "1"}], notes.append)) == []
-    assert notes == [
+    assert asyncio.run(stream._failures(cast(Any, Slow()), [{"prompt": "1"}])) == []
+    assert caplog.messages == [
         "no made-up completion of the first problems got a reward within 0.05 s: Task.score took longer than 3 s"
     ]
 

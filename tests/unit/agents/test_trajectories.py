@@ -37,6 +37,7 @@ from bridge.rollouts.stream import EnvironmentStream
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group, TrainedProblems
 from bridge_environments import registry
+from tests.logged import logged
 from tests.models import chat, tiny
 from tests.unit import tools_sample
 from tests.unit.http_server import HttpRequest, as_json, serving
@@ -104,7 +105,7 @@ def spoken(
     fixed: dict[str, Any] = {"model_name": str(folder), "batch_size": 8, "group_size": 4, "max_new_tokens": 600}
     fixed |= {"max_retries": 0, "max_unscored_share": 1.0, "reward_processes": 0}
     config = TrainConfig.of(**(fixed | choices))
-    environment, notes = registry.load(config.task), list[str]()
+    environment = registry.load(config.task)
     answers: list[tuple[list[int], list[int]]] = []
 
     def bend(document: dict[str, Any], request: HttpRequest) -> Any:
@@ -130,8 +131,12 @@ def spoken(
             one["experts"] = {"kind": "int16", "content": base64.b64encode(rows.tobytes()).decode()}
         return document
 
-    stream = open_stream(config, environment, notes.append, ranks=ranks)
-    with serving(openai(bend, is_bridge=True, max_model_len=max_model_len)) as server, closing(stream):
+    stream = open_stream(config, environment, ranks=ranks)
+    with (
+        serving(openai(bend, is_bridge=True, max_model_len=max_model_len)) as server,
+        logged() as notes,
+        closing(stream),
+    ):
         stream.served(Endpoint(url=server.url, reports_experts=reports_experts), 3)
         yield Rolled(stream, server.requests, tokenizer, answers, notes)
 

@@ -18,6 +18,7 @@ from bridge.errors import AtroposError, RewardError, ServerUnreachableError, Usa
 from bridge.rollouts.sampler import CALL_SEEDS
 from bridge.server.protocol import ADAPTER
 from bridge.types import Completion, Problem
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit import openai_server
 from tests.unit.http_server import Answer, Answers, HttpRequest, HttpServer, as_json, serving
@@ -123,16 +124,14 @@ class Fed:
         longest: int | None = None,
         **choices: Any,
     ) -> None:
-        self.notes: list[str] = []
         self.reports: list[FeedProgress] = []
         with serving(api) as atropos, serving(openai_server.openai(max_model_len=longest)) as vllm:
             self.vllm: HttpServer = vllm
             wanted: dict[str, Any] = {"model_name": str(model), "atropos_url": atropos.url, "server_url": vllm.url}
             wanted |= {"group_size": GROUP, "reward_processes": 0, "temperature": 1.5}
             config = FeedConfig.of(**(wanted | choices))
-            self.last = feeder.feed(
-                config, environment(), environment, note=self.notes.append, report=self.reports.append
-            )
+            with logged() as self.notes:
+                self.last = feeder.feed(config, environment(), environment, report=self.reports.append)
         self.requests = [request.body for request in self.vllm.requests if request.path == "/v1/completions"]
 
 
@@ -252,7 +251,7 @@ def test_resumed_trainer_is_fed_without_an_end(model: Path) -> None:
     api.step = 2
     config = FeedConfig.of(model_name=str(model), group_size=GROUP)
     with serving(api) as atropos, closing(AtroposApi(atropos.url)) as client:
-        joined = feeder.join(client, config, lambda _: None)
+        joined = feeder.join(client, config)
     assert joined == Membership(env_id=3, groups_per_batch=2, max_token_len=100, num_steps=0)
 
 

@@ -16,6 +16,7 @@ from bridge.learn.samples import with_advantages
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit.atropos.atropos_api import LOST, FakeApi, FakeTime, pair, scored
 from tests.unit.http_server import Answer, HttpRequest, HttpServer, serving
@@ -62,8 +63,7 @@ def running(
         fixed = {"model_name": str(model), "rollouts": "atropos", "atropos_url": server.url}
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
         config = TrainConfig.of(**(fixed | sizes | choices))
-        notes: list[str] = []
-        with closing(AtroposStream(config, None, notes.append, run_name="saved", ranks=ranks)) as stream:
+        with logged() as notes, closing(AtroposStream(config, None, run_name="saved", ranks=ranks)) as stream:
             stream.served(Endpoint(url=server.url), 3)
             yield Run(stream, server, time, notes)
 
@@ -205,7 +205,7 @@ def test_a_missing_api_is_reported_before_the_model_is_read() -> None:
         config = TrainConfig.of(**(choices))
         time = FakeTime()
         with time.passing(), pytest.raises(AtroposError) as caught:
-            AtroposStream(config, None, print, run_name="saved")
+            AtroposStream(config, None, run_name="saved")
         assert len(server.requests) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pyte
     with serving(FakeApi()) as server:
         config = TrainConfig.of(model_name="/nowhere", rollouts="atropos", atropos_url=server.url)
         with pytest.raises(UsageError):
-            AtroposStream(config, None, print, run_name="saved")
+            AtroposStream(config, None, run_name="saved")
     assert clients
     assert all(client.is_closed for client in clients)
 
@@ -321,7 +321,7 @@ def test_a_sequence_that_is_too_long_is_left_out(model: Path) -> None:
     assert groups[-1].unscored[0].fault == "sequence 1 of 2 has 1,025 tokens, expected at most 1,024"
 
 
-# Notes logged once
+# Lines logged once
 
 
 def test_unused_and_missing_fields_are_reported_once(model: Path) -> None:

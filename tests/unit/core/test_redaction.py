@@ -55,7 +55,7 @@ def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", mode="none", start_command=START)
     config = TrainConfig.of(model_name="m", mode="none", start_command=START).model_copy(update={"atropos_url": URL})
     run.write_config(config.document())
-    run.note(f"the Atropos API at {URL} has this trainer now")
+    run.record(f"the Atropos API at {URL} has this trainer now")
     server_log.begin_log(run.server_log, "started")
     with run.server_log.open("a") as file:
         file.write(f"non-default args: {START}\n")

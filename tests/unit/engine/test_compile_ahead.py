@@ -30,6 +30,7 @@ from bridge.types import Completion, Group
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import stand_in
+from tests.logged import logged, nothing_logged
 from tests.models import tiny
 from tests.models.families import FAMILIES
 from tests.unit import learners
@@ -98,18 +99,19 @@ def group_of(experts: tuple[int, int] | None) -> Group:
 
 def train_real(config: TrainConfig, *, replays: bool = False) -> None:
     """Take one step."""
-    opened, notes = loaded.load(config.model_name, device="cpu"), list[str]()
+    opened = loaded.load(config.model_name, device="cpu")
     if config.mode == "lora_only":
         adapter = Adapter(opened.model, config.lora, seed=1, base_name=config.model_name)
         opened = replace(opened, lr_factors=adapter.lr_factors())
     model = opened.model
     experts = (model.config.num_hidden_layers, model.config.num_experts_per_tok) if replays else None
-    learner = learners.made(config, opened, notes.append, max_model_len=64, experts=experts)
-    assert layers.are_compiled(model)
-    learner.take([group_of(experts)])
-    learner.prepare()
-    learner.write()
-    assert [note for note in notes if "compiled" in note] == []
+    with logged() as lines:
+        learner = learners.made(config, opened, max_model_len=64, experts=experts)
+        assert layers.are_compiled(model)
+        learner.take([group_of(experts)])
+        learner.prepare()
+        learner.write()
+    assert [line for line in lines if "compiled" in line] == []
 
 
 @pytest.mark.usefixtures("eager_graphs")
@@ -124,12 +126,12 @@ def train_real(config: TrainConfig, *, replays: bool = False) -> None:
     ],
 )
 def test_the_first_step_finds_everything_compiled(
-    tmp_path: Path, family: str, choices: dict[str, Any], replays: bool
+    tmp_path: Path, family: str, choices: dict[str, Any], replays: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, notes = config_of(write_model(tmp_path / "model", family), **choices), list[str]()
-    with compile_ahead.compiling_ahead(maker(config.model_name), config, notes.append):
+    config = config_of(write_model(tmp_path / "model", family), **choices)
+    with compile_ahead.compiling_ahead(maker(config.model_name), config):
         pass
-    assert notes == ["waiting for the trainer's code, which is still being compiled"]
+    assert caplog.messages == ["waiting for the trainer's code, which is still being compiled"]
     assert num_traced() >= 6
     train_real(config, replays=replays)
     assert num_traced() == 0
@@ -145,7 +147,7 @@ def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
         torch.manual_seed(5)
         before = random.getstate(), torch.get_rng_state().tolist()
         if compiles_ahead:
-            with compile_ahead.compiling_ahead(maker(config.model_name), config, lambda _: None):
+            with compile_ahead.compiling_ahead(maker(config.model_name), config):
                 pass
             assert (random.getstate(), torch.get_rng_state().tolist()) == before
         train_real(config)
@@ -177,20 +179,24 @@ def test_without_room_beside_vllm_nothing_is_compiled(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=whole))
     model = stand_in(write_model(tmp_path / "model"), torch.bfloat16, torch.device("cuda", 0), share=share)
     assert model is None
-    with compile_ahead.compiling_ahead(lambda: model, TrainConfig.of(model_name="m"), pytest.fail):
+    with nothing_logged(), compile_ahead.compiling_ahead(lambda: model, TrainConfig.of(model_name="m")):
         pass
 
 
 @pytest.mark.parametrize("failing", ["stand_in", "prepare"])
-def test_an_error_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_an_error_costs_only_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> bool:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
     monkeypatch.setattr(preparation, "prepare", fail)
-    notes, make = list[str](), maker(write_model(tmp_path / "model")) if failing == "prepare" else fail
-    with compile_ahead.compiling_ahead(make, TrainConfig.of(model_name="m"), notes.append):
+    make = maker(write_model(tmp_path / "model")) if failing == "prepare" else fail
+    with compile_ahead.compiling_ahead(make, TrainConfig.of(model_name="m")):
         pass
-    assert "the trainer's code is compiled when training begins: OutOfMemoryError: CUDA out of memory" in notes
+    assert (
+        "the trainer's code is compiled when training begins: OutOfMemoryError: CUDA out of memory" in caplog.messages
+    )
 
 
 def _run_forever() -> NoReturn:
@@ -202,7 +208,7 @@ def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     models, config = list["weakref.ref[PreTrainedModel]"](), TrainConfig.of(model_name="m")
     monkeypatch.setattr(preparation, "prepare", lambda model, *_: models.append(weakref.ref(model)))
     monkeypatch.setattr(compile_ahead, "_compile_step", lambda *_: None)
-    with compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None):
+    with compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config):
         pass
     assert [model() for model in models] == [None]
 
@@ -223,7 +229,7 @@ def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(preparation, "prepare", compile_forever)
     config = TrainConfig.of(model_name="m")
-    compiling = compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None)
+    compiling = compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config)
     with pytest.raises(KeyboardInterrupt), compiling:
         time.sleep(0 if is_vllm_ready else 60)
     assert numbers

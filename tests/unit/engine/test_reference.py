@@ -35,7 +35,7 @@ def check_of(config: TrainConfig) -> None:
 
 def opened(config: TrainConfig, model: PreTrainedModel) -> Reference | None:
     has_adapter = config.mode == "lora_only"
-    return open_reference(config.loss, config.compute, PreparedModel(model), CPU, note, has_adapter=has_adapter)
+    return open_reference(config.loss, config.compute, PreparedModel(model), CPU, has_adapter=has_adapter)
 
 
 def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -68,10 +68,6 @@ def as_in_a_slot(adapter: Adapter) -> None:
             slots = torch.zeros(3, 1, *matrix.shape, dtype=matrix.dtype)
             slots[1, 0] = matrix.detach()
             matrix.data = slots[1, 0]
-
-
-def note(line: str) -> None:
-    assert line
 
 
 def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -209,7 +205,7 @@ def test_frozen_reference_stays_unchanged(folder: Path) -> None:
     reference = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model)
     assert reference is not None
     assert {parameter.dtype for parameter in reference.prepared.model.parameters()} == {model.dtype}
-    preparation.prepare(model, config_of().compute, note)
+    preparation.prepare(model, config_of().compute)
     before = logprobs(model)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -214,7 +214,7 @@ def test_each_start_of_a_loop_is_recorded(attach: Attach, tmp_path: Path) -> Non
 
 def test_a_run_of_the_command_line_is_not_resumed(attach: Attach, tmp_path: Path) -> None:
     """Its configuration would be replaced by a loop's, and `bridge run --resume` would end."""
-    run = RunDirectory.create(tmp_path / "run", environment="arithmetic", echo=lambda _: None)
+    run = RunDirectory.create(tmp_path / "run", environment="arithmetic")
     run.config.write_text("{}")
     with pytest.raises(UsageError, match="is a run of Bridge, expected the run directory of a loop"):
         attach().resume()

@@ -76,7 +76,7 @@ def config_of(model: Path) -> TrainConfig:
 
 
 def taken(ranks: Ranks, model: Path, url: str) -> list[Group]:
-    with closing(open_stream(config_of(model), Pictures(model), lambda _: None, ranks=ranks)) as stream:
+    with closing(open_stream(config_of(model), Pictures(model), ranks=ranks)) as stream:
         stream.served(Endpoint(url=url), 1)
         return stream.take(NUM_GROUPS, step=1)
 

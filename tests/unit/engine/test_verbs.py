@@ -81,7 +81,7 @@ def of_a_run(toy: toy_server.ToyServer, groups: list[Group], **choices: Any) -> 
         parameter.data = parameter.data.clone()
     fixed = {"model_name": toy.manifest.model, "batch_size": 16, "group_size": 4, "temperature": 0.8}
     config = TrainConfig.model_validate(fixed | {"lr": LR, "max_grad_norm": 1e6} | choices)
-    learner = learners.made(config, opened, lambda _: None)
+    learner = learners.made(config, opened)
     learner.take(groups)
     learner.prepare()
     learner.write()

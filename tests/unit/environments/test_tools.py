@@ -19,6 +19,7 @@ from bridge.errors import RewardError, UsageError
 from bridge.types import Task
 from bridge_cli.training import load_environment
 from bridge_environments import registry
+from tests.logged import logged
 from tests.models import chat, tiny
 
 FILE = Path(__file__).parents[1] / "tools_sample.py"
@@ -152,9 +153,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rehearsed(model: Path, environment: str, **choices: Any) -> list[str]:
     config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))
-    notes: list[str] = []
-    stream.rehearse(str(model), config, SamplingConfig(), registry.load(config), notes.append)
-    return notes
+    with logged() as lines:
+        stream.rehearse(str(model), config, SamplingConfig(), registry.load(config))
+    return lines
 
 
 def test_a_rehearsal_resets_scores_and_proves_the_template(model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
 from bridge.weights.attach import OpenedModel
 from tests.fenced import publish
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import HttpServer, serving
@@ -127,7 +128,7 @@ class World:
         fixed = {"model_name": self.server.toy.manifest.model, "mode": "lora_only", "lora_r": RANK}
         config = TrainConfig.of(**fixed | {"lora_handover": handover} | choices)
         context = RunContext(
-            name="runs/ours", scratch=self.scratch, note=self.notes.append, resumes=resumes, process=FakeProcess(self),
+            name="runs/ours", scratch=self.scratch, resumes=resumes, process=FakeProcess(self),
             ranks=self.ranks,
         )  # fmt: skip
         mode = WAYS[config.way](config, context)
@@ -159,5 +160,5 @@ def world_in(
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", folder / "default")
     toy = toy_server.with_slots(toy_server.serve(config or tiny.llama(), folder / "model"), rank)
     server = LoraServer(toy)
-    with serving(server) as http:
-        yield World(server, http, folder)
+    with serving(server) as http, logged() as notes:
+        yield World(server, http, folder, notes)

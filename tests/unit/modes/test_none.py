@@ -95,7 +95,7 @@ class Running:
 
 
 def context(folder: Path, process: FakeProcess | None = None) -> RunContext:
-    return RunContext(name="runs/ours", scratch=folder / "served", note=lambda _: None, process=process)
+    return RunContext(name="runs/ours", scratch=folder / "served", process=process)
 
 
 @pytest.fixture

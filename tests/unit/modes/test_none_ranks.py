@@ -51,7 +51,7 @@ def config(folder: Path, url: str, **choices: Any) -> TrainConfig:
 
 def context(ranks: Ranks, folder: Path, process: FakeProcess | None = None) -> RunContext:
     scratch = folder.parent / str(ranks.rank) / "served"
-    return RunContext(name="runs/ours", scratch=scratch, note=lambda _: None, process=process, ranks=ranks)
+    return RunContext(name="runs/ours", scratch=scratch, process=process, ranks=ranks)
 
 
 @contextmanager

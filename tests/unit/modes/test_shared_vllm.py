@@ -32,7 +32,7 @@ Digests = tuple[dict[str, str], dict[str, str]]
 PLAIN: Digests = {"w": "1"}, {}
 FP8, STALE = ({"w": "1"}, {"w": "f"}), ({"w": "1"}, {"w": "0"})
 """Digests of a server's weights, and of the FP8 made of them."""
-RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"), note=lambda _: None)
+RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"))
 
 
 class FakeRoutes:

@@ -26,6 +26,7 @@ from bridge.server import api_key, client, discovery
 from bridge.server.fence import Update
 from bridge.server.receiver import Receiver
 from tests.fenced import publish
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit.modes import fed_server
 from tests.unit.modes.fed_server import FedServer
@@ -109,11 +110,10 @@ def feeding(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
                 **{"servers": ",".join(server.url for server in servers)} | choices,
             )  # fmt: skip
             process = FakeProcess(servers[0]) if is_ours else None
-            notes: list[str] = []
-            context = RunContext(name="ours", scratch=tmp_path / "served", note=notes.append, process=process)
+            context = RunContext(name="ours", scratch=tmp_path / "served", process=process)
             mode = Transfer(config, context)
             stack.callback(mode.close)
-            return Fed(mode, servers, notes)
+            return Fed(mode, servers, stack.enter_context(logged()))
 
         yield connect
 
@@ -296,7 +296,7 @@ def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], faul
     assert fed.servers[0].is_paused
 
 
-def test_a_key_that_is_rejected_while_a_pause_is_undone_hides_no_error() -> None:
+def test_a_key_that_is_rejected_while_a_pause_is_undone_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
     class Locked:
         def pause(self, _: str) -> None:
             raise AttachError("it refuses", hint="retry")
@@ -304,10 +304,9 @@ def test_a_key_that_is_rejected_while_a_pause_is_undone_hides_no_error() -> None
         def resume(self) -> None:
             raise UsageError("the key is rejected", hint="set it")
 
-    notes: list[str] = []
     with pytest.raises(AttachError, match="it refuses"):
-        Receivers([cast(Receiver, Locked())], "keep", notes.append).pause()
-    assert notes == ["the key is rejected; set it"]
+        Receivers([cast(Receiver, Locked())], "keep").pause()
+    assert caplog.messages == ["the key is rejected; set it"]
 
 
 @pytest.mark.parametrize("route", ["start_weight_update", "update_weights", "finish_weight_update"])
@@ -464,7 +463,7 @@ def checked(ranks: Ranks, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patched, fed_server.running(server := FedServer(str(folder))):
         patched.setattr(transfer, "SENDER", fed_server.__name__)
         config = TrainConfig.of(model_name=str(folder), mode="none", reload="transfer", servers=server.url)
-        context = RunContext(name="ours", scratch=folder.parent / str(ranks.rank), note=lambda _: None, ranks=ranks)
+        context = RunContext(name="ours", scratch=folder.parent / str(ranks.rank), ranks=ranks)
         with closing(Transfer(config, context)) as mode:
             mode.open()
             server.weight_version = "theirs" if ranks.rank == 1 else server.weight_version

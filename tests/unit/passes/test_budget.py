@@ -14,12 +14,12 @@ from bridge.passes import budget as module
 from bridge.passes.budget import MASKED_TOKENS, SHARE, Budget
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import Sample
-from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
 from bridge.passes.preparation import recompute_activations
 from bridge.passes.prepared import PreparedModel
 from bridge.planning.memory import FEW, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
+from tests.logged import nothing_logged
 
 MIB = 2**20
 
@@ -93,17 +93,15 @@ class Beside(Ranks):
         return [mine, mine // 10]
 
 
-def budget(
-    memory: Memory, notes: list[str], trained: PreTrainedModel | None = None, parts: Ranks = ALONE, **choices: Any
-) -> Budget:
+def budget(memory: Memory, trained: PreTrainedModel | None = None, parts: Ranks = ALONE, **choices: Any) -> Budget:
     config = TrainConfig.of(model_name="m", temperature=0.7, **choices)
     trained = model() if trained is None else trained
     trained.__class__ = OnGpu
     trained.memory = memory
-    return budget_of(trained, config, notes.append, parts=parts)
+    return budget_of(trained, config, parts=parts)
 
 
-def budget_of(trained: PreTrainedModel, config: TrainConfig, note: Note, parts: Ranks = ALONE) -> Budget:
+def budget_of(trained: PreTrainedModel, config: TrainConfig, parts: Ranks = ALONE) -> Budget:
     num_groups = config.rollouts.batch_size // config.sampling.group_size
     prepared = PreparedModel(trained)
     prepared.kept = INPUTS if config.compute.gradient_checkpointing else ALL  # as `prepare` leaves it
@@ -111,7 +109,6 @@ def budget_of(trained: PreTrainedModel, config: TrainConfig, note: Note, parts: 
         prepared,
         config.compute,
         config.optimizer,
-        note,
         temperature=config.sampling.temperature,
         num_groups=num_groups,
         replicas=config.replicas,
@@ -130,13 +127,13 @@ def test_a_pass_without_cost_fits_any_number_of_tokens() -> None:
     assert Cost.of([(1024, 5000), (2048, 4000)]).tokens_in(1e12) > MOST_TOKENS
 
 
-def test_the_budget_fills_free_memory_and_is_measured_once() -> None:
-    memory, notes = Memory(10_100, plain=1), list[str]()
-    pass_budget = budget(memory, notes)
+def test_the_budget_fills_free_memory_and_is_measured_once(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory(10_100, plain=1)
+    pass_budget = budget(memory)
     assert pass_budget.max_tokens(samples(300, 40)) == 10_000
     assert pass_budget.max_tokens(samples(5)) == 10_000
     assert memory.measured == 1
-    assert notes == ["micro-batches of up to 10,000 tokens, in 9.9 GiB of free memory"]
+    assert caplog.messages == ["micro-batches of up to 10,000 tokens, in 9.9 GiB of free memory"]
 
 
 @pytest.fixture
@@ -153,63 +150,66 @@ def sums_in_float32(pass_budget: Budget) -> bool | None:
 
 
 @pytest.mark.usefixtures("_wider")
-def test_float32_sums_are_used_where_memory_is_left() -> None:
-    notes = list[str]()
-    pass_budget = budget(Memory(5_600, plain=1), notes)
+def test_float32_sums_are_used_where_memory_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    pass_budget = budget(Memory(5_600, plain=1))
     assert pass_budget.max_tokens(samples(300, 40)) == 5_500
     assert sums_in_float32(pass_budget) is None  # with one pass there is no sum
     assert pass_budget.max_tokens(samples(*(1_000,) * 5 * FEW)) == 5_500
     assert sums_in_float32(pass_budget) is None  # and a few are as exact as one
     assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == 5_000
     assert sums_in_float32(pass_budget)
-    assert notes[1:] == ["micro-batches of up to 5,000 tokens, beside gradients in float32"]
+    assert caplog.messages[1:] == ["micro-batches of up to 5,000 tokens, beside gradients in float32"]
     assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == 5_000
 
 
 @pytest.mark.usefixtures("_wider")
 @pytest.mark.parametrize(("micro_batch_tokens", "free"), [(None, 2_048 + 600), (2_000, 1_800 + 600)])
-def test_bf16_sums_are_used_and_logged_where_memory_is_short(micro_batch_tokens: int | None, free: int) -> None:
-    notes, least = list[str](), micro_batch_tokens or 2_048  # nine tenths of it are enough
-    pass_budget = budget(Memory(free - 1, plain=1), notes, micro_batch_tokens=micro_batch_tokens)
+def test_bf16_sums_are_used_and_logged_where_memory_is_short(
+    micro_batch_tokens: int | None, free: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    least = micro_batch_tokens or 2_048  # nine tenths of it are enough
+    pass_budget = budget(Memory(free - 1, plain=1), micro_batch_tokens=micro_batch_tokens)
     assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == (micro_batch_tokens or least + 499)
     assert sums_in_float32(pass_budget) is False
     message = (
         "gradients are summed in bf16, because float32 needs 0.6 GiB more; over N micro-batches the error is about"
     )
-    assert notes[-1].startswith(message)
-    enough = budget(Memory(free, plain=1), [], micro_batch_tokens=micro_batch_tokens)
+    assert caplog.messages[-1].startswith(message)
+    enough = budget(Memory(free, plain=1), micro_batch_tokens=micro_batch_tokens)
     assert enough.max_tokens(samples(*LARGE_BATCH)) == least
     assert sums_in_float32(enough)
 
 
 def test_an_adapters_gradients_always_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 10 * MIB)
-    pass_budget = budget(Memory(600, plain=1, recomputed=1), [])
+    pass_budget = budget(Memory(600, plain=1, recomputed=1))
     assert pass_budget.max_tokens(samples(*(100,) * 400)) == 491
     assert sums_in_float32(pass_budget)
 
 
 @pytest.mark.usefixtures("_wider")
-def test_float32_sums_go_before_activations_are_recomputed() -> None:
-    trained, notes = model(), list[str]()
-    pass_budget = budget(Memory(3_100, plain=1, recomputed=0.01), notes, trained)
+def test_float32_sums_go_before_activations_are_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    trained = model()
+    pass_budget = budget(Memory(3_100, plain=1, recomputed=0.01), trained)
     pass_budget.max_tokens(samples(*LARGE_BATCH))
     assert sums_in_float32(pass_budget)
     pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory."))
     assert sums_in_float32(pass_budget) is False
-    assert notes[-1].startswith("out of memory: gradients are summed in bf16 from now on; over N micro-batches")
+    assert caplog.messages[-1].startswith(
+        "out of memory: gradients are summed in bf16 from now on; over N micro-batches"
+    )
     assert not trained.is_gradient_checkpointing
     pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory."))
     assert trained.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("choices", [{"gradient_release": True, "offload_optimizer": True}, {}])
-def test_float32_sums_need_no_widening(choices: dict[str, Any]) -> None:
-    trained, notes = (model().bfloat16() if choices else model()), list[str]()
-    pass_budget = budget(Memory(10_100, plain=1), notes, trained, **choices)
+def test_float32_sums_need_no_widening(choices: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    trained = model().bfloat16() if choices else model()
+    pass_budget = budget(Memory(10_100, plain=1), trained, **choices)
     pass_budget.max_tokens(samples(*LARGE_BATCH))
     assert sums_in_float32(pass_budget) is False
-    assert len(notes) == 1
+    assert len(caplog.messages) == 1
 
 
 def bf16_error(gradients: Tensor) -> float:
@@ -234,35 +234,37 @@ def test_bf16_sum_error_is_within_the_reported_bound(count: int) -> None:
 
 
 @pytest.mark.parametrize(("free", "short"), [(4_100, False), (1_100, True), (0, True)])
-def test_memory_is_short_where_activations_are_recomputed(free: int, short: bool) -> None:
-    trained, notes = model(), list[str]()
-    pass_budget = budget(Memory(free, plain=1, recomputed=0.01), notes, trained)
+def test_memory_is_short_where_activations_are_recomputed(
+    free: int, short: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = model()
+    pass_budget = budget(Memory(free, plain=1, recomputed=0.01), trained)
     assert pass_budget.is_short(samples(1_500, 1_500)) == short
     assert not trained.is_gradient_checkpointing  # nothing is decided yet
-    assert notes == []
+    assert caplog.messages == []
 
 
 def test_memory_is_short_below_the_chosen_tokens() -> None:
     batch = samples(*(1_000,) * 20)
-    assert budget(Memory(4_100, plain=1), [], micro_batch_tokens=5_000).is_short(batch)
-    assert not budget(Memory(4_100, plain=1), [], micro_batch_tokens=3_000).is_short(batch)
-    assert not budget_of(model(), TrainConfig.of(model_name="m"), list[str]().append).is_short(batch)
+    assert budget(Memory(4_100, plain=1), micro_batch_tokens=5_000).is_short(batch)
+    assert not budget(Memory(4_100, plain=1), micro_batch_tokens=3_000).is_short(batch)
+    assert not budget_of(model(), TrainConfig.of(model_name="m")).is_short(batch)
 
 
 def test_gradients_that_are_there_already_are_not_counted_again() -> None:
     trained, memory = model(), Memory(10_100, plain=1)
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert budget(memory, [], trained).max_tokens(samples(300)) == 10_000
+    assert budget(memory, trained).max_tokens(samples(300)) == 10_000
 
 
 def test_useful_micro_batch_size_is_bounded() -> None:
-    assert budget(Memory(100_000, plain=1), []).max_tokens(samples(300)) == MOST_TOKENS
-    released = budget(Memory(100_000, plain=1), [], gradient_release=True)
+    assert budget(Memory(100_000, plain=1)).max_tokens(samples(300)) == MOST_TOKENS
+    released = budget(Memory(100_000, plain=1), gradient_release=True)
     assert released.max_tokens(samples(300)) > MOST_TOKENS  # an update is one pass here
     masked = model()
     masked.config._attn_implementation = "sdpa"
-    assert budget(Memory(100_000, plain=1), [], masked).max_tokens(samples(300)) == MASKED_TOKENS
+    assert budget(Memory(100_000, plain=1), masked).max_tokens(samples(300)) == MASKED_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -275,13 +277,13 @@ def test_useful_micro_batch_size_is_bounded() -> None:
     ],
 )
 def test_activations_are_recomputed_if_too_few_tokens_fit(
-    free: int, lengths: tuple[int, ...], recomputed: bool
+    free: int, lengths: tuple[int, ...], recomputed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained, notes = model(), list[str]()
-    tokens = budget(Memory(free, plain=1, recomputed=0.1), notes, trained).max_tokens(samples(*lengths))
+    trained = model()
+    tokens = budget(Memory(free, plain=1, recomputed=0.1), trained).max_tokens(samples(*lengths))
     assert trained.is_gradient_checkpointing == recomputed
     assert tokens == min((free - 100) * (10 if recomputed else 1), MOST_TOKENS)
-    recomputing = [note.startswith("activations are recomputed") and ": without, " in note for note in notes]
+    recomputing = [note.startswith("activations are recomputed") and ": without, " in note for note in caplog.messages]
     assert recomputing == [True, False][not recomputed :]
 
 
@@ -304,7 +306,7 @@ def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
     choices: dict[str, Any], longest: int, fits: Kept | None, ways: list[Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = list[Kept]()
-    pass_budget = budget(Memory(10_100, plain=1), [], **choices)
+    pass_budget = budget(Memory(10_100, plain=1), **choices)
 
     def fitting(free: float) -> int:
         measured.append(pass_budget._prepared.kept)
@@ -320,7 +322,7 @@ def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
 def test_activations_go_to_the_host_only_if_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    few, long = budget(Memory(1_100, plain=1, recomputed=0.7), []), budget(Memory(1_100, plain=1, recomputed=0.7), [])
+    few, long = budget(Memory(1_100, plain=1, recomputed=0.7)), budget(Memory(1_100, plain=1, recomputed=0.7))
     assert few.max_tokens(samples(900, 900, 900)) == 1_428  # fewer than keep a GPU busy
     assert few._prepared.kept == INPUTS
     monkeypatch.setattr(module, "left_bytes", lambda: 10_000)
@@ -332,15 +334,14 @@ def test_activations_go_to_the_host_only_if_needed(
 def test_layers_keep_less_until_an_update_in_a_single_pass_fits(
     fits: Kept | None, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pass_budget = budget(Memory(10_100, plain=1), [], gradient_release=True)
+    pass_budget = budget(Memory(10_100, plain=1), gradient_release=True)
     monkeypatch.setattr(pass_budget, "_fitting", lambda _: 20_000 if pass_budget._prepared.kept == fits else 10_000)
     assert pass_budget.max_tokens(samples(*(3_000,) * 5)) == (20_000 if fits else 10_000)
     assert pass_budget._prepared.kept == kept
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = list[str]()
-    alone, one_of_four = (budget(Memory(1_100, plain=1, recomputed=0.7), notes) for _ in range(2))
+    alone, one_of_four = (budget(Memory(1_100, plain=1, recomputed=0.7)) for _ in range(2))
     one_of_four._neighbors = 4
     monkeypatch.setattr(module, "left_bytes", lambda: 2 * int(PINNED * 2 * 5_000 * (32 + 32) / HOST_SHARE))
     for pass_budget, kept in ((alone, HOST_INPUTS), (one_of_four, INPUTS)):
@@ -354,7 +355,7 @@ def test_chosen_size_keeps_activations_for_the_longest_sample(offloads: bool | N
         "micro_batch_tokens": 6_000, "gradient_checkpointing": True, "activation_offload": offloads
     }  # fmt: skip
     for longest, kept in ((5_000, ATTENTION), (3_000, INPUTS)):
-        pass_budget = budget(Memory(1, plain=1), [], **choices)
+        pass_budget = budget(Memory(1, plain=1), **choices)
         pass_budget.max_tokens(samples(longest))
         assert pass_budget._prepared.kept == kept
 
@@ -366,58 +367,56 @@ def test_offload_is_refused_without_a_gpu_and_without_recomputing(device: str) -
     trained = model()
     trained.__class__ = OnGpu if device == "cuda" else LlamaForCausalLM
     with pytest.raises(UsageError, match=r"--activation-offload works only on a GPU, and with recomputed activations"):
-        budget_of(trained, config, pytest.fail)
+        budget_of(trained, config)
 
 
 def test_activations_are_not_recomputed_if_refused() -> None:
     trained = model()
-    pass_budget = budget(Memory(1_100, plain=1, recomputed=0.1), [], trained, gradient_checkpointing=False)
+    pass_budget = budget(Memory(1_100, plain=1, recomputed=0.1), trained, gradient_checkpointing=False)
     assert pass_budget.max_tokens(samples(5_000)) == 5_000  # one sequence must be tried
     assert not trained.is_gradient_checkpointing
 
 
 def test_probe_out_of_memory_leads_to_recomputing() -> None:
     trained = model()
-    assert budget(Memory(1_100, plain=None, recomputed=0.1), [], trained).max_tokens(samples(300)) == 10_000
+    assert budget(Memory(1_100, plain=None, recomputed=0.1), trained).max_tokens(samples(300)) == 10_000
     assert trained.is_gradient_checkpointing
 
 
 def test_given_sizes_need_no_probe() -> None:
     memory = Memory(1, plain=1)
-    assert budget(memory, [], micro_batch_tokens=777).max_tokens(samples(5_000)) == 777
+    assert budget(memory, micro_batch_tokens=777).max_tokens(samples(5_000)) == 777
     assert memory.measured == 0
 
 
-def on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, notes: list[str], **choices: Any
-) -> Budget:
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, **choices: Any) -> Budget:
     """Return the budget on a host with this many MiB available, in a container with this limit."""
     monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: int(available * MIB))
     monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
     trained = model()
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return budget_of(trained, TrainConfig.of(model_name="m", temperature=0.7, **choices), notes.append)
+    return budget_of(trained, TrainConfig.of(model_name="m", temperature=0.7, **choices))
 
 
 @pytest.mark.parametrize(("available", "limit"), [(400, None), (400, 10_000), (10_000, 400)])
 def test_the_cpu_budget_respects_the_containers_limit(
-    monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None
+    monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notes: list[str] = []
-    max_tokens = on_the_cpu(monkeypatch, available, limit, notes, gradient_checkpointing=False).max_tokens(samples(300))
+    max_tokens = on_the_cpu(monkeypatch, available, limit, gradient_checkpointing=False).max_tokens(samples(300))
     cost = measure_cost(PreparedModel(model()), 0.7)
     assert cost is not None
     assert max_tokens == cost.tokens_in(HOST_SHARE * 400 * MIB)
     assert 2_000 < max_tokens < MOST_TOKENS
-    assert notes == [f"micro-batches of up to {max_tokens:,} tokens, in 0.2 GiB of free memory"]
-    assert on_the_cpu(monkeypatch, 100_000, None, []).max_tokens(samples(300)) == MOST_TOKENS
+    assert caplog.messages == [f"micro-batches of up to {max_tokens:,} tokens, in 0.2 GiB of free memory"]
+    assert on_the_cpu(monkeypatch, 100_000, None).max_tokens(samples(300)) == MOST_TOKENS
 
 
-def test_the_cpu_tries_a_long_sequence_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    assert on_the_cpu(monkeypatch, 1, None, notes).max_tokens(samples(300)) == 300
-    assert notes[-1] == "a sequence of 300 tokens may not fit: the system may kill the process"
+def test_the_cpu_tries_a_long_sequence_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert on_the_cpu(monkeypatch, 1, None).max_tokens(samples(300)) == 300
+    assert caplog.messages[-1] == "a sequence of 300 tokens may not fit: the system may kill the process"
 
 
 def test_cpu_pass_cost_counts_tensors_kept_by_autograd() -> None:
@@ -438,15 +437,16 @@ def test_cpu_pass_cost_counts_tensors_kept_by_autograd() -> None:
     few, many = layered(8), layered(16)
     layer = (token_bytes(many) - token_bytes(few)) / 8
     assert layer > 4 * (4 * 512 + 4 * 64)  # gate, activated gate, up and their product, and some of width 64
-    recompute_activations(PreparedModel(many), pytest.fail)
+    with nothing_logged():
+        recompute_activations(PreparedModel(many))
     assert many.is_gradient_checkpointing
     assert token_bytes(many) < token_bytes(layered(16)) - 10 * layer
     assert many.is_gradient_checkpointing, "it must not change"
 
 
-def test_out_of_memory_halves_then_recomputes_then_ends() -> None:
-    trained, notes = model(), list[str]()
-    pass_budget = budget(Memory(1, plain=1), notes, trained, micro_batch_tokens=16_384)
+def test_out_of_memory_halves_then_recomputes_then_ends(caplog: pytest.LogCaptureFixture) -> None:
+    trained = model()
+    pass_budget = budget(Memory(1, plain=1), trained, micro_batch_tokens=16_384)
     batch, states = samples(*(1_500,) * 20), []
     for _ in range(6):
         states.append((pass_budget.max_tokens(batch), trained.is_gradient_checkpointing))
@@ -457,13 +457,13 @@ def test_out_of_memory_halves_then_recomputes_then_ends() -> None:
         (1_500, True),
     ]  # fmt: skip
     assert pass_budget._prepared.kept == HOST_INPUTS
-    assert [note.partition(":")[0] for note in notes] == ["out of memory"] * 6
+    assert [note.partition(":")[0] for note in caplog.messages] == ["out of memory"] * 6
     with pytest.raises(UsageError, match=r"a sequence of 1,500 tokens does not fit"):
         pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def test_a_single_sequence_that_does_not_fit_is_refused() -> None:
-    pass_budget = budget(Memory(1, plain=1), [], micro_batch_tokens=1_000, gradient_checkpointing=False)
+    pass_budget = budget(Memory(1, plain=1), micro_batch_tokens=1_000, gradient_checkpointing=False)
     pass_budget.max_tokens(samples(1_200))
     with pytest.raises(
         UsageError, match=r"a sequence of 1,200 tokens does not fit .* Tried to allocate 2 GiB"
@@ -473,7 +473,7 @@ def test_a_single_sequence_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_budget_above_the_batch_is_halved_from_the_batch() -> None:
-    pass_budget = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000, gradient_checkpointing=False)
+    pass_budget = budget(Memory(1, plain=1), micro_batch_tokens=60_000, gradient_checkpointing=False)
     pass_budget.max_tokens(samples(1_000, 1_000, 1_000))
     pass_budget.shrink(torch.OutOfMemoryError("out of memory"))
     assert pass_budget.max_tokens(samples(1_000, 1_000, 1_000)) == 1_500
@@ -493,7 +493,7 @@ def test_failed_pass_frees_its_memory() -> None:
         held = Held()
         raise torch.OutOfMemoryError(f"out of memory with {held}")
 
-    pass_budget = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000)
+    pass_budget = budget(Memory(1, plain=1), micro_batch_tokens=60_000)
     pass_budget.max_tokens(samples(1_000, 5_000))
     try:
         fail()
@@ -519,12 +519,12 @@ def test_the_probe_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tp_ranks_take_the_size_that_fits_on_all() -> None:
-    pass_budget = budget(Memory(10_100, plain=1), [], parts=Beside())
+    pass_budget = budget(Memory(10_100, plain=1), parts=Beside())
     assert pass_budget.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # less memory, and fewer tokens in it
 
 
 def test_tp_rank_out_of_memory_does_not_retry_alone() -> None:
     """The other parts wait for it in the midst of a pass."""
-    pass_budget = budget(Memory(1_100, plain=None, recomputed=0.1), [], parts=Beside())
+    pass_budget = budget(Memory(1_100, plain=None, recomputed=0.1), parts=Beside())
     with pytest.raises(torch.OutOfMemoryError):
         pass_budget.max_tokens(samples(300))

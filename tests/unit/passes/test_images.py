@@ -43,7 +43,7 @@ def prepared(request: pytest.FixtureRequest) -> PreparedModel:
     made = model_of(request.param)
     made.requires_grad_(False)
     made.get_decoder().requires_grad_(True)
-    return preparation.prepare(made, ComputeConfig(compile_layers=False), lambda _: None)
+    return preparation.prepare(made, ComputeConfig(compile_layers=False))
 
 
 @pytest.fixture(scope="module")

@@ -258,7 +258,7 @@ def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
     check_layers(model.bfloat16(), divided)
     of_both = []
     for narrow, part in ((model, divided), (whole.bfloat16(), None)):
-        prepared = prepare(narrow, TrainConfig.of(model_name="m").compute, lambda _: None, parallel=part)
+        prepared = prepare(narrow, TrainConfig.of(model_name="m").compute, parallel=part)
         of_both.append(prepared.logprobs(batch(), 1.0)[0])
     are_equal = all(torch.equal(of_both[0], other) for other in ranks.all_gather_object(of_both[0].detach()))
     in_parts, of_whole = (float((logprobs_T - expected).detach().abs().mean()) for logprobs_T in of_both)

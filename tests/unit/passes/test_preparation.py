@@ -44,6 +44,7 @@ from bridge.passes.prepared import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.weights import skeleton
 from bridge.weights.adapter import Adapter
+from tests.logged import logged, nothing_logged
 from tests.models import tiny
 from tests.models.families import FAMILIES, INSIDE
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
@@ -63,13 +64,14 @@ def llama(num_layers: int = 2) -> PreTrainedModel:
 
 def noted(model: PreTrainedModel, **choices: Any) -> tuple[PreparedModel, list[str]]:
     """Prepare a model, and return what was reported, too."""
-    notes: list[str] = []
-    return prepare(model, TrainConfig.of(model_name="m", **choices).compute, notes.append), notes
+    with logged() as lines:
+        return prepare(model, TrainConfig.of(model_name="m", **choices).compute), lines
 
 
 def quietly(model: PreTrainedModel, **choices: Any) -> PreparedModel:
     """Prepare a model about which nothing is reported."""
-    return prepare(model, TrainConfig.of(model_name="m", **choices).compute, pytest.fail)
+    with nothing_logged():
+        return prepare(model, TrainConfig.of(model_name="m", **choices).compute)
 
 
 def gradients(prepared: PreparedModel) -> list[Tensor]:
@@ -109,16 +111,17 @@ def test_a_model_with_an_embedding_of_zeros_is_prepared() -> None:
 
 def test_prompts_are_shared_only_if_completions_see_them(
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = TrainConfig.of(model_name="m").compute
-    assert prepare(llama(), config, pytest.fail).shares_prompts
+    assert prepare(llama(), config).shares_prompts
+    assert caplog.messages == []
     boundaries = attention.boundaries
     monkeypatch.setattr(attention, "boundaries", lambda *given: {**boundaries(*given), "seen": None})
-    notes: list[str] = []
     model = llama()
-    assert not prepare(model, config, notes.append).shares_prompts
+    assert not prepare(model, config).shares_prompts
     assert model.config._attn_implementation == attention.NAME
-    (note,) = notes
+    (note,) = caplog.messages
     assert note.startswith("prompts are not shared: LlamaForCausalLM does not keep packed sequences apart")
 
 
@@ -126,7 +129,7 @@ def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     model = Gemma2ForCausalLM(config).eval()
     model.model._can_set_attn_implementation = lambda: False
-    assert not prepare(model, TrainConfig.of(model_name="m").compute, lambda _: None).shares_prompts
+    assert not prepare(model, TrainConfig.of(model_name="m").compute).shares_prompts
 
 
 def mixture() -> PreTrainedModel:
@@ -152,7 +155,8 @@ def test_experts_are_watched_after_the_check_only_if_replayed(is_replayed: bool)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, head_dim=8)).eval()
     model.set_experts_implementation("batched_mm")
     compute, experts = TrainConfig.of(model_name="m").compute, (2, 2) if is_replayed else None
-    prepared = prepare(model, compute, pytest.fail, experts=experts)
+    with nothing_logged():
+        prepared = prepare(model, compute, experts=experts)
     watched = [layer.mlp for layer in model.get_decoder().layers if "forward" in vars(layer.mlp)]
     assert len(watched) == (2 if is_replayed else 0)
     assert (prepared.replay is not None) == is_replayed
@@ -294,7 +298,8 @@ def test_recomputed_activations_give_the_same_gradients(frozen: bool) -> None:
     prepared, _ = noted(model)
     expected = gradients(prepared)
     calls = count_calls(model.model.layers[0].self_attn)
-    recompute_activations(prepared, pytest.fail)
+    with nothing_logged():
+        recompute_activations(prepared)
     assert_close(gradients(prepared), expected)
     assert len(calls) == 2  # forward, and once more
 
@@ -311,7 +316,8 @@ def test_recomputing_switches_no_dropout_on() -> None:
     model = Starcoder2ForCausalLM(config).eval()
     prepared, _ = noted(model)
     expected = gradients(prepared)
-    recompute_activations(prepared, pytest.fail)
+    with nothing_logged():
+        recompute_activations(prepared)
     assert_close(gradients(prepared), expected)
 
 
@@ -410,7 +416,8 @@ def test_recomputed_layers_are_compiled_only_for_that(monkeypatch: pytest.Monkey
     assert recomputed_flags == [True]
     assert layers.are_compiled(model)
     kept = kept_bytes(prepared)
-    recompute_activations(prepared, pytest.fail)
+    with nothing_logged():
+        recompute_activations(prepared)
     assert kept_bytes(prepared) == kept
 
 
@@ -437,7 +444,8 @@ def test_compiled_recomputed_layers_keep_only_inputs(monkeypatch: pytest.MonkeyP
     expected, model = gradients(PreparedModel(llama())), llama()
     prepared = quietly(model, compile_layers=True)
     before = kept_bytes(prepared)
-    recompute_activations(prepared, pytest.fail)
+    with nothing_logged():
+        recompute_activations(prepared)
     assert kept_bytes(prepared) < before / 2
     assert not model.is_gradient_checkpointing
     assert_close(gradients(prepared), expected)
@@ -468,18 +476,20 @@ def test_layer_with_graph_breaks_is_called_again(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_a_recomputed_layer_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputed_layer_draws_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()
-    model, notes = llama(1), list[str]()
+    model = llama(1)
     dropout = nn.Dropout(0.5).eval()
     model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), dropout)
     prepared = quietly(model)
     dropout.train()
     expected = seeded_gradients(prepared)
     layers.compile_layers(model)
-    recompute_activations(prepared, notes.append)
-    assert notes == ["layers are not compiled: they are recomputed, and draw random numbers"]
+    recompute_activations(prepared)
+    assert caplog.messages == ["layers are not compiled: they are recomputed, and draw random numbers"]
     assert_close(seeded_gradients(prepared), expected)
 
 

@@ -25,6 +25,7 @@ from bridge.passes.packing_proof import LENGTHS, example_tokens, packed
 from bridge.passes.preparation import prepare, recompute_activations
 from bridge.passes.prepared import PreparedModel
 from bridge.weights.adapter import Adapter
+from tests.logged import nothing_logged
 from tests.models.families import FAMILIES
 from tests.unit.passes import test_images, test_routing
 from tests.unit.passes.test_preparation import SIZES
@@ -98,7 +99,7 @@ def held(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 
 def prepared_by(model: PreTrainedModel, experts: tuple[int, int] | None = None, **choices: Any) -> PreparedModel:
-    return prepare(model, TrainConfig.of(model_name="m", **choices).compute, lambda _: None, experts=experts)
+    return prepare(model, TrainConfig.of(model_name="m", **choices).compute, experts=experts)
 
 
 KINDS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
@@ -152,7 +153,8 @@ def test_later_choices_are_released_too() -> None:
     model = llama()
     before, expected = held(model), computed(model)
     prepared = prepared_by(model)
-    recompute_activations(prepared, pytest.fail, HOST_INPUTS)
+    with nothing_logged():
+        recompute_activations(prepared, HOST_INPUTS)
 
     def refuse(_: object, __: object, given: dict[str, Any]) -> None:
         if "attention_mask" in given:
@@ -236,7 +238,8 @@ def test_experts_given_to_one_model_reach_no_other() -> None:
 def test_two_models_keep_and_cut_independently() -> None:
     """As the trained one and its reference, of which one alone is recomputed."""
     first, second = (prepared_by(llama()) for _ in range(2))
-    recompute_activations(first, pytest.fail, HOST_INPUTS)
+    with nothing_logged():
+        recompute_activations(first, HOST_INPUTS)
     assert (first.kept, second.kept) == (HOST_INPUTS, ALL)
     assert not second.model.is_gradient_checkpointing
     first.release()

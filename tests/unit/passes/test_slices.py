@@ -22,6 +22,7 @@ from bridge.passes.preparation import prepare
 from bridge.passes.prepared import PreparedModel
 from bridge.passes.slices import Slices
 from bridge.ranks.world import ALONE, Ranks
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit.passes.test_attention import FAMILIES, SIZES
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
@@ -135,12 +136,13 @@ def test_slices_cover_a_pack(num_tokens: int) -> None:
 
 def reported(ranks: Ranks) -> list[str]:
     """Prepare and prove a cut model, and return what was reported."""
-    model, notes = model_of(FAMILIES["qwen3"]), list[str]()
+    model = model_of(FAMILIES["qwen3"])
     attention.choose(model, "sdpa")
-    prepared = prepare(model, config_of().compute, notes.append, ranks=ranks)
+    with logged() as lines:
+        prepared = prepare(model, config_of().compute, ranks=ranks)
     assert prepared.slices is not None
     assert prepared.shares_prompts
-    return notes
+    return lines
 
 
 def test_a_cut_model_is_prepared_and_proved() -> None:

@@ -43,6 +43,7 @@ from bridge.run.saving import Checkpoints
 from bridge.run.trainer import Run
 from bridge.server.fence import Update, Window
 from bridge.types import Group
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit.run.test_learner import (
     FAR,
@@ -537,9 +538,9 @@ def test_a_rank_without_tokens_helps_to_choose_uncertain_ones(groups: list[Group
 
 def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> tuple[dict[str, Tensor], list[str]]:
     """Let one rank find no memory once, in its look ahead or later, and train it in smaller passes."""
-    notes, failing = list[str](), [True] * (ranks.rank == who)
+    failing = [True] * (ranks.rank == who)
     model = base()
-    learner = learner_of(model, log=notes, ranks=ranks, top_entropy=0.3, updates_per_batch=2)
+    learner = learner_of(model, ranks=ranks, top_entropy=0.3, updates_per_batch=2)
     act = getattr(learner, where)
 
     def once(*given: Any) -> None:
@@ -548,9 +549,10 @@ def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> t
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     setattr(learner, where, once)
-    learner.take(groups)
-    learner.prepare()
-    learner.write()
+    with logged() as notes:
+        learner.take(groups)
+        learner.prepare()
+        learner.write()
     return weights(model), [note for note in notes if note.startswith("out of memory")]
 
 

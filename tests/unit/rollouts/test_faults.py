@@ -632,13 +632,13 @@ def test_many_unusable_prompts_in_a_row_end_the_run() -> None:
         counted.count([bad, bad])
 
 
-def test_unusable_prompts_do_not_count_as_failed_scores() -> None:
+def test_unusable_prompts_do_not_count_as_failed_scores(caplog: pytest.LogCaptureFixture) -> None:
     bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", hint="r"))
-    failures, notes = FailedScores("step 1", num_completions=4, max_share=0.2), list[str]()
+    failures = FailedScores("step 1", num_completions=4, max_share=0.2)
     failures.add([bad] * 4)
-    failures.note(notes.append, set())
-    assert len(notes) == 1
-    assert "4 completions left out for lack of a reward: the prompt cannot be used: no tokens, on prompt" in notes[0]
+    failures.log(set())
+    (line,) = caplog.messages
+    assert "4 completions left out for lack of a reward: the prompt cannot be used: no tokens, on prompt" in line
     with pytest.raises(RewardError, match="at least 2 of 6 completions without a reward"):
         failures.add([FailedScore(kind="k", line="l")] * 2)
 

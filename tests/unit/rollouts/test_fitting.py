@@ -5,12 +5,13 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.rollouts.sampler import fit_completions
+from tests.logged import logged
 
 
 def fitted(longest: int | None, **choices: int) -> tuple[int, list[str]]:
-    notes: list[str] = []
     config = TrainConfig.model_validate({"model_name": "m", **choices})
-    return fit_completions(config, longest, notes.append).sampling.longest, notes
+    with logged() as lines:
+        return fit_completions(config, longest).sampling.longest, lines
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(256, 128), (511, 255), (32, 16), (1, 1)])

@@ -341,7 +341,7 @@ def test_groups_that_are_not_trained_on_keep_no_pixels(model: Path, tmp_path: Pa
             return 1.0
 
     task = Constant()
-    with serving(openai(is_bridge=True)) as server, closing(open_stream(config, task, lambda _: None)) as stream:
+    with serving(openai(is_bridge=True)) as server, closing(open_stream(config, task)) as stream:
         stream.served(Endpoint(url=server.url), 1)
         evaluated = stream.evaluate(step=0)
         trained = stream.take(1, step=1)

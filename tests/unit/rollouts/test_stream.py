@@ -29,6 +29,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem, TrainedProblems
 from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit.http_server import HttpRequest, serving
 from tests.unit.openai_server import Bend, openai, unbent
@@ -99,11 +100,10 @@ def sampled(
 ) -> Iterator[Sampled]:
     fixed: dict[str, Any] = {"model_name": str(model), "batch_size": 24, "group_size": 8, "max_new_tokens": 8}
     config = TrainConfig.of(**(fixed | {"max_unscored_share": 1.0, "max_retries": 0} | choices))
-    notes: list[str] = []
     progress: list[tuple[int, int]] = []
     given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
-    stream = open_stream(config, given, notes.append, progress=lambda *done: progress.append(done))
-    with serving(openai(bend)) as server, closing(stream):
+    stream = open_stream(config, given, progress=lambda *done: progress.append(done))
+    with serving(openai(bend)) as server, logged() as notes, closing(stream):
         endpoint = Endpoint(url=server.url)
         stream.served(endpoint, 3)
         yield Sampled(stream, endpoint, server.requests, notes, progress)

@@ -30,6 +30,7 @@ from bridge.run.learner import Learner
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import OpenedModel
+from tests.logged import logged
 from tests.models import tiny
 from tests.unit import learners
 
@@ -86,7 +87,6 @@ def config_of(**choices: Any) -> TrainConfig:
 def learner_of(
     model: PreTrainedModel,
     *,
-    log: list[str] | None = None,
     make_optimizer: Callable[..., InPlaceOptimizer] = factory.make,
     lr_factors: Mapping[str, float] | None = None,
     ranks: Ranks = ALONE,
@@ -94,9 +94,8 @@ def learner_of(
 ) -> Learner:
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
-    notes = [] if log is None else log
     with mock.patch.object(factory, "make", make_optimizer):
-        return learners.made(config_of(**choices), opened, notes.append, ranks=ranks)
+        return learners.made(config_of(**choices), opened, ranks=ranks)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:
@@ -638,30 +637,36 @@ def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: py
     ],
 )
 def test_update_out_of_memory_is_retried_with_less(
-    groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], words: str
+    groups: list[Group],
+    monkeypatch: pytest.MonkeyPatch,
+    choices: dict[str, Any],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    straight, model, notes = base(), base(), list[str]()
+    straight, model = base(), base()
     expected = updated(straight, groups, make_optimizer=Descent)
     poisoned(monkeypatch, raising(OUT_OF_MEMORY))
-    learnt = updated(model, groups, log=notes, make_optimizer=Descent, **choices)
-    assert len(notes) == 1
-    assert words in notes[0]
+    learnt = updated(model, groups, make_optimizer=Descent, **choices)
+    (line,) = caplog.messages
+    assert words in line
     assert distance(moved(weights(model), weights(base())), moved(weights(straight), weights(base()))) < CLOSE
     assert learnt["updates"] == 1
     assert learnt["logprob_diff_mean"] == pytest.approx(expected["logprob_diff_mean"], rel=1e-4)
     assert learnt["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_update_that_never_fits_changes_no_weight(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, notes = base(), list[str]()
+def test_update_that_never_fits_changes_no_weight(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = base()
     before = weights(model)
     calls = poisoned(monkeypatch, *[raising(OUT_OF_MEMORY)] * 99)
-    learner = learner_of(model, log=notes)
+    learner = learner_of(model)
     learner.take(groups)
     with pytest.raises(UsageError, match=r"a sequence of 11 tokens does not fit .* Tried to allocate 2.00 GiB"):
         learner.prepare()
-    assert calls[0] == len(notes) + 1
-    assert len(notes) > 2
+    assert calls[0] == len(caplog.messages) + 1
+    assert len(caplog.messages) > 2
     assert same(weights(model), before)
     assert gradient(model) == {}
 
@@ -874,11 +879,12 @@ def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
 
 def notes_of(**choices: Any) -> list[str]:
     """Return the notes logged before the first step of a run with only these `choices`."""
-    model, notes = base(), list[str]()
+    model = base()
     config = TrainConfig.model_validate({"model_name": "tiny"} | choices)
     factors = {name: 4.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
-    made = learners.made(config, opened, notes.append)
+    with logged() as notes:
+        made = learners.made(config, opened)
     assert {group["lr"] for group in made.optimizer.param_groups} == {config.learning_rate * 4}
     return notes
 

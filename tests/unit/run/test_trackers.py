@@ -154,24 +154,24 @@ def test_docs_list_every_metric() -> None:
     assert page.count("| `") > len(METRICS)
 
 
-def test_a_failing_tracker_is_reported_once_and_dropped() -> None:
-    notes: list[str] = []
+def test_a_failing_tracker_is_reported_once_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = FakeTracker(fails_at=2), FakeTracker()
-    with Trackers(lambda: {"Bad": bad, "Good": good}, notes.append, shows_texts=True) as tracked:
+    with Trackers(lambda: {"Bad": bad, "Good": good}, shows_texts=True) as tracked:
         for step in (1, 2, 3):
             tracked.step(metrics(step), groups())
         tracked.evaluation(evaluation(3))
-    assert notes == ["Bad failed, and is not used any more in this run: OSError: No space left on device"]
+    assert caplog.messages == ["Bad failed, and is not used any more in this run: OSError: No space left on device"]
     assert [step for step, _, _ in bad.logged] == [1]
     assert [step for step, _, _ in good.logged] == [1, 2, 3, 3]
     assert good.logged[-1][1]["held_out/reward_mean"] == 0.75
     assert (bad.closed, good.closed) == ([], [False])
 
 
-def test_the_first_scored_completion_is_shown_if_texts_are_kept() -> None:
+def test_the_first_scored_completion_is_shown_if_texts_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     shown, silent = FakeTracker(), FakeTracker()
-    Trackers(lambda: {"t": shown}, pytest.fail, shows_texts=True).step(metrics(1), groups("a \ud83d half"))
-    Trackers(lambda: {"t": silent}, pytest.fail, shows_texts=False).step(metrics(1), groups())
+    Trackers(lambda: {"t": shown}, shows_texts=True).step(metrics(1), groups("a \ud83d half"))
+    Trackers(lambda: {"t": silent}, shows_texts=False).step(metrics(1), groups())
+    assert caplog.messages == []
     text = shown.logged[0][2]
     assert text == "2+3=\n\n--- reward 1.000 ---\n\na \\ud83d half"
     assert silent.logged[0][2] is None
@@ -179,7 +179,7 @@ def test_the_first_scored_completion_is_shown_if_texts_are_kept() -> None:
 
 def test_an_error_closes_the_trackers_as_failed() -> None:
     tracker = FakeTracker()
-    tracked = Trackers(lambda: {"t": tracker}, pytest.fail, shows_texts=True)
+    tracked = Trackers(lambda: {"t": tracker}, shows_texts=True)
     with pytest.raises(KeyboardInterrupt), tracked:  # noqa: PT012
         tracked.phase("rollouts")
         raise KeyboardInterrupt
@@ -275,14 +275,13 @@ def test_a_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, ins
 
 
 def test_a_default_tracker_that_fails_to_open_is_reported(
-    tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notes: list[str] = []
     installed("tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trackers(config(), RunDirectory(tmp_path, echo=notes.append)).step(metrics(1), groups())
-    assert len(notes) == 1
-    assert notes[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
+    trackers(config(), RunDirectory(tmp_path)).step(metrics(1), groups())
+    (line,) = caplog.messages
+    assert line.startswith("TensorBoard cannot be used: ModuleNotFoundError")
 
 
 def test_tensorboard_reads_the_written_events(tmp_path: Path) -> None:

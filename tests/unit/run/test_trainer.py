@@ -607,15 +607,14 @@ def test_metrics_of_rollouts_include_replaced_groups(running: Running) -> None:
             assert row["completion_tokens_mean"] == 3
 
 
-def test_advice_for_an_alarm_is_logged_once() -> None:
-    notes: list[str] = []
-    alarms = measuring.Alarms(notes.append, mismatch_limit=9)
+def test_advice_for_an_alarm_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = measuring.Alarms(mismatch_limit=9)
     for step, no_signal_share in enumerate([1, 1, 0, 1, 0, 1]):
         metrics = report_runs.metrics(step, 5, no_signal_share=no_signal_share, reward_mean=step, reward_std=0)
         alarms.check(metrics, is_published=True)
     always = "has nothing to learn from: in each group all rewards are equal; likely cause: every reward is"
-    assert notes[0].startswith(f"step 0 {always} 0; compare the completions")
-    assert notes[1:] == [f"step {step} {always} {step}" for step in (3, 5)]
+    assert caplog.messages[0].startswith(f"step 0 {always} 0; compare the completions")
+    assert caplog.messages[1:] == [f"step {step} {always} {step}" for step in (3, 5)]
 
 
 def test_a_step_without_any_reward_names_that_as_the_cause() -> None:

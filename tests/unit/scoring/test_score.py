@@ -208,21 +208,20 @@ def test_what_is_no_answer_of_a_worker_is_refused(text: str) -> None:
         read(text.encode())
 
 
-def test_each_kind_of_fault_is_told_once_with_its_count() -> None:
-    notes: list[str] = []
+def test_each_kind_of_fault_is_told_once_with_its_count(caplog: pytest.LogCaptureFixture) -> None:
     known: set[str] = set()
     batch = FailedScores("step 1", num_completions=8, max_share=1)
     batch.add([FailedScore(kind="a", line="a, on 1"), Score(reward=1.0), FailedScore(kind="b", line="b, on 2")])
     batch.add([FailedScore(kind="a", line="a, on 3")])
-    batch.note(notes.append, known)
-    assert [line.partition(" (")[0] for line in notes] == [
+    batch.log(known)
+    assert [line.partition(" (")[0] for line in caplog.messages] == [
         "step 1: 2 completions left out for lack of a reward: a, on 1",
         "step 1: 1 completion left out for lack of a reward: b, on 2",
     ]
     later = FailedScores("step 2", num_completions=8, max_share=1)
     later.add([FailedScore(kind="b", line="b, on 4"), FailedScore(kind="c", line="c, on 5")])
-    later.note(notes.append, known)
-    assert [line.partition(" (")[0] for line in notes[2:]] == [
+    later.log(known)
+    assert [line.partition(" (")[0] for line in caplog.messages[2:]] == [
         "step 2: 1 completion left out for lack of a reward: c, on 5"
     ]
 

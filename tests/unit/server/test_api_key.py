@@ -101,7 +101,7 @@ def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monk
     choices: dict[str, Any] = {"model_name": world.server.toy.manifest.model, "mode": mode, "vllm_port": world.port}
     more: dict[str, dict[str, Any]] = {"lora_only": {"lora_handover": choice, "lora_r": RANK}}
     choices |= more.get(mode, {}) | ({"reload": choice} if mode == "none" else {})
-    context = RunContext(name="runs/ours", scratch=world.scratch, note=lambda _: None, process=Restarted())
+    context = RunContext(name="runs/ours", scratch=world.scratch, process=Restarted())
     opened = WAYS[way](TrainConfig.of(**choices), context)
     try:
         opened.open()

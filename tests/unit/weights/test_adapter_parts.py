@@ -141,7 +141,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
         model=model, device=torch.device("cpu"), lr_factors=adapter.lr_factors(), cuts=adapter.cuts, open_s=0,
         weight_bytes=0,
     )  # fmt: skip
-    learner = learners.made(config_of(**CHOICES, kl_coef=0.1), opened, lambda _: None, ranks=ranks)
+    learner = learners.made(config_of(**CHOICES, kl_coef=0.1), opened, ranks=ranks)
     figures = []
     for step in (1, 2):
         learner.take(groups, step=step)

@@ -233,7 +233,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) ->
         model=model, device=torch.device("cpu"), lr_factors={name: 1.0 for name, _ in model.named_parameters()},
         cuts=() if parts is None else parts.cuts, open_s=0, weight_bytes=0,
     )  # fmt: skip
-    learner = learners.made(config_of(**choices), opened, lambda _: None, ranks=ranks)
+    learner = learners.made(config_of(**choices), opened, ranks=ranks)
     figures = []
     for step in (1, 2):
         learner.take(groups, step=step)

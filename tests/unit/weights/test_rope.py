@@ -16,6 +16,7 @@ from bridge.passes.preparation import prepare
 from bridge.passes.prepared import PreparedModel
 from bridge.weights import loaded, rope
 from bridge.weights.attach import attach, reattach
+from tests.logged import nothing_logged
 from tests.models import tiny
 from tests.models.families import minimax_m2
 from tests.unit import toy_server
@@ -75,7 +76,8 @@ def test_short_sequence_beside_a_long_one_is_unchanged(max_model_len: int) -> No
     beside = hidden(plain, SHORT_SEQUENCE, LONG_SEQUENCE)
     assert (beside - hidden(plain, SHORT_SEQUENCE)).abs().max() > 0.1  # as in transformers
     rope.follow_server(model, max_model_len)
-    prepared = prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail)
+    with nothing_logged():
+        prepared = prepare(model, TrainConfig.of(model_name="m").compute)
     beside = hidden(prepared, SHORT_SEQUENCE, LONG_SEQUENCE)
     torch.testing.assert_close(beside, hidden(prepared, SHORT_SEQUENCE), rtol=1e-4, atol=1e-4)
 
@@ -122,12 +124,13 @@ def test_the_packing_check_sees_length_dependence(max_model_len: int | None) -> 
     """It must test long positions: those of a few tokens all use the short factors."""
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
-        prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail, max_model_len=max_model_len)
+        prepare(model, TrainConfig.of(model_name="m").compute, max_model_len=max_model_len)
 
 
 def test_the_packing_check_stops_at_the_servers_length() -> None:
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
-    prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail, max_model_len=64)
+    with nothing_logged():
+        prepare(model, TrainConfig.of(model_name="m").compute, max_model_len=64)
 
 
 def refused(config: PretrainedConfig, kind: type[BridgeError], **server: Any) -> str:
@@ -186,15 +189,15 @@ def test_loaded_models_follow_the_servers_rope(server: ToyServer) -> None:
     with pytest.raises(UsageError, match="the server reports none"):
         loaded.load(folder, device="cpu")
     config = TrainConfig.of(model_name=folder, kl_coef=0.1, reference_model=folder)
-    reference = open_reference(
-        config.loss,
-        config.compute,
-        PreparedModel(own.model),
-        own.device,
-        pytest.fail,
-        has_adapter=False,
-        max_model_len=LONGEST,
-    )
+    with nothing_logged():
+        reference = open_reference(
+            config.loss,
+            config.compute,
+            PreparedModel(own.model),
+            own.device,
+            has_adapter=False,
+            max_model_len=LONGEST,
+        )
     assert reference is not None
     torch.testing.assert_close(turned(reference.prepared.model, 5), of_factors("long", 5, 1.4142135))
 

@@ -84,7 +84,7 @@ def test_how_a_model_was_run_before_does_not_matter(settings: dict[str, Any], tm
     models = [loaded.load(str(folder), device="cpu").model for folder in (plain, odd)]
     expected, found = (model(torch.arange(3, 60)[None]).logits for model in models)
     assert torch.equal(found, expected)
-    preparation.prepare(models[1], ComputeConfig(), lambda _: None)
+    preparation.prepare(models[1], ComputeConfig())
 
 
 @pytest.mark.usefixtures("_nobody_answers")
