@@ -1,5 +1,6 @@
 """Ranks: an agreement ends a phase alike everywhere, and what several share is what a single process computes."""
 
+import errno
 import ipaddress
 import math
 import os
@@ -25,7 +26,7 @@ from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.metrics import Evaluation, Summary
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.core import mark
+from bridge.core import atomic_folder, mark
 from bridge.engine.sharing import busiest, distribute
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.optimizers import offload, slabs
@@ -849,6 +850,27 @@ def test_an_interrupt_of_one_rank_before_a_save_costs_no_state(models: Path, who
     for error in on_ranks(2, interrupted_before_a_save, models, who):
         assert isinstance(error, KeyboardInterrupt)
     assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
+
+
+def without_room(ranks: Ranks, folder: Path) -> Any:
+    """Let the disk refuse the optimizer's state."""
+    fsync = atomic_folder._fsync
+
+    def full(path: Path) -> None:
+        if path.name == "optimizer":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(path)
+
+    atomic_folder._fsync = full
+    return ran(ranks, folder, Reporter(), {"training_steps": 2})
+
+
+def test_ranks_keep_the_weights_where_a_checkpoint_has_no_room(models: Path) -> None:
+    for error in on_ranks(2, without_room, models):
+        assert isinstance(error, UsageError)
+        assert error.message.startswith(f"cannot write {models / 'saved' / 'step_2'}: [Errno 28]")
+    assert [path.name for path in (models / "saved").iterdir()] == ["weights_step_2"]
+    assert (models / "saved" / "weights_step_2" / "model.safetensors").is_file()
 
 
 def dies(ranks: Ranks, folder: Path, where: str) -> Any:
