@@ -40,6 +40,8 @@ from bridge.config import TrainConfig
 from bridge.core import logs
 from bridge.engine.opening import prepared_of, trainable_of
 from bridge.errors import BridgeError
+from bridge.learn.policy_loss import LossSpec
+from bridge.optimizers import factory
 from bridge.passes.flops import peak_flops
 from bridge.ranks.world import ALONE, LOOPBACK, Ranks
 from bridge.run.learner import Learner
@@ -229,8 +231,10 @@ class Steps:
         if config.mode == "lora_only":
             factors = Adapter(model, config.lora, seed=config.seed, base_name=size).lr_factors()
         opened = OpenedModel(model=model, device=self._device, lr_factors=factors, open_s=0, weight_bytes=0)
-        prepared = prepared_of(config, opened, ranks=ranks)
-        self._learner = Learner.of(config, trainable_of(config, opened, prepared, ranks=ranks))
+        prepared = prepared_of(config.compute, opened, ranks=ranks)
+        trainable = trainable_of(config, opened, prepared, ranks=ranks)
+        schedule = factory.schedule(config.optimizer, config.training_steps)
+        self._learner = Learner(trainable, LossSpec.of(config.loss), schedule)
         self._batch = batch
         self._num_tokens = sum(
             len(group.prompt_token_ids) + len(completion.token_ids)

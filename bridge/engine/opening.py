@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.checkpoints.optimizer_state import WholeState
-from bridge.config import OptimizerConfig, TrainConfig
+from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
 from bridge.engine.reference import open_reference
 from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, UsageError, first_line
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepared_of(
-    config: TrainConfig,
+    compute: ComputeConfig,
     opened: OpenedModel,
     *,
     max_model_len: int | None = None,
@@ -48,7 +48,7 @@ def prepared_of(
     """
     parallel = _divided(opened, ranks)
     return preparation.prepare(
-        opened.model, config.compute,
+        opened.model, compute,
         max_model_len=max_model_len, experts=experts, parallel=parallel, ranks=ranks,
     )  # fmt: skip
 

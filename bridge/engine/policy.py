@@ -254,7 +254,7 @@ class Policy:
             UnsupportedModelError: the model cannot be trained as configured; it is as it was.
         """
         made = prepared_of(
-            self.config, self.opened,
+            self.config.compute, self.opened,
             max_model_len=self.mode.max_model_len, experts=self.mode.replayed_experts, ranks=self.ranks,
         )  # fmt: skip
         made.hooks.append(self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True))

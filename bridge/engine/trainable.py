@@ -57,7 +57,8 @@ class Trainable:
         self.optimizer = optimizer
         self.choices = choices
         self.budget = budget
-        self._lr = lr
+        self.lr = lr
+        """Learning rate before any schedule."""
         self._max_norm = choices.max_grad_norm
         self.weights = weights
         """The trained parameters, by name."""
@@ -144,13 +145,13 @@ class Trainable:
         Raises:
             UsageError: one is no positive number.
         """
-        base = self._lr if lr is None else number(lr)
+        base = self.lr if lr is None else number(lr)
         if not 0 < base < math.inf:
             raise UsageError(f"lr is {lr!r}, expected a positive number", hint="policy.optim_step(lr=1e-6)")
         norm = self.choices.max_grad_norm if max_norm is None else number(max_norm)
         if not norm > 0:
             raise UsageError(f"max_norm is {max_norm!r}, expected a number above 0", hint="leave max_norm out")
-        self.optimizer.scale_rates(base / self._lr)
+        self.optimizer.scale_rates(base / self.lr)
         self._max_norm = norm
 
     def exchange(self) -> float:

@@ -32,7 +32,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig, TrainConfig
+from bridge.config import ComputeConfig, LoraConfig, OptimizerConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES, BytesPerParameter
 from bridge.planning.model_size import Dimensions, ModelSize
 
@@ -104,11 +104,23 @@ class Need:
     ) -> Self:
         """Derive it for `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each, with `host_bytes` left."""
         widths = size.dimensions
-        weights = _weights(size, config, num_ranks)
-        tokens = _tokens(config)
-        state = _optimizer_state(widths, config, weights, tokens)
-        activations = _activations(widths, config, tokens, host_bytes - state.on_host)
+        optimizer = config.optimizer
+        slices = config.context_parallel_size
         has_copy = config.mode == "none"
+        weights = _weights(
+            size, num_ranks, config.lora if config.mode == "lora_only" else None,
+            has_copy=has_copy, has_reference=config.loss.reference_model is not None,
+        )  # fmt: skip
+        num_sequences = slices * config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas
+        tokens = _tokens(num_sequences, config.sampling, optimizer, config.compute, slices)
+        state = _optimizer_state(
+            widths, optimizer, weights, tokens,
+            replicas=config.replicas, hosts=config.hosts, trains_head=config.mode != "lora_only",
+        )  # fmt: skip
+        activations = _activations(
+            widths, config.compute, tokens, host_bytes - state.on_host,
+            gpus=config.gpus, may_offload=tokens.sequence > slices * LEAST_TOKENS and not has_copy,
+        )  # fmt: skip
         return cls(
             gpu=gpu_bytes,
             trainer=math.inf if has_copy and config.trainer_device == "cpu" else gpu_bytes,
@@ -160,20 +172,22 @@ class _Weights(NamedTuple):
     trained_by_all: float  # parameters that all ranks of a replica train
 
 
-def _weights(size: ModelSize, config: TrainConfig, num_ranks: int) -> _Weights:
-    """Return what vLLM and the trainer hold of the model on one of `num_ranks` GPUs."""
+def _weights(
+    size: ModelSize, num_ranks: int, lora: LoraConfig | None, *, has_copy: bool, has_reference: bool
+) -> _Weights:
+    """Return what vLLM and the trainer hold of the model on one of `num_ranks` GPUs; `lora`: if it is adapted."""
     of_one_rank = size.num_params / num_ranks
     adapter = copy = own = 0
-    if config.mode == "lora_only":
-        adapter = config.lora.r * size.dimensions.adapted(experts=config.lora.has_experts)
-        if config.lora.handover == "disk":
+    if lora is not None:
+        adapter = lora.r * size.dimensions.adapted(experts=lora.has_experts)
+        if lora.handover == "disk":
             own += adapter
             if num_ranks > 1:  # one process cannot train on parts, and has the whole base beside them
                 own += size.num_params
-    if config.mode == "none":
+    if has_copy:
         copy = size.num_params
         own += copy
-    if config.loss.reference_model is not None:
+    if has_reference:
         own += size.num_params
     return _Weights(
         served=BF16_BYTES * (of_one_rank + size.num_untrained / num_ranks + adapter),
@@ -187,19 +201,19 @@ class _Tokens(NamedTuple):
     """Tokens that are computed at once."""
 
     sequence: int  # a prompt and its completion
-    update: int  # of one replica, in all slices
+    num_micro_batches: float  # of the smallest ones in an update of one replica
     least: int  # the smallest micro-batch worth training with, or the slice of it
     most: int  # the largest one
 
 
-def _tokens(config: TrainConfig) -> _Tokens:
-    """Return the tokens of an update, and of its micro-batches."""
-    slices = config.context_parallel_size
-    sequence = sequence_tokens(config.sampling)
-    num_sequences = slices * config.rollouts.batch_size // config.optimizer.updates_per_batch // config.replicas
+def _tokens(
+    num_sequences: int, sampling: SamplingConfig, optimizer: OptimizerConfig, compute: ComputeConfig, slices: int
+) -> _Tokens:
+    """Return the tokens of the micro-batches of an update of `num_sequences`, each cut into `slices`."""
+    sequence = sequence_tokens(sampling)
     update = sequence * num_sequences
-    least, most = micro_batch_tokens(sequence, update, config.optimizer, config.compute, slices)
-    return _Tokens(sequence, update, least, most)
+    least, most = micro_batch_tokens(sequence, update, optimizer, compute, slices)
+    return _Tokens(sequence, update / (slices * least), least, most)
 
 
 class _OptimizerState(NamedTuple):
@@ -212,25 +226,32 @@ class _OptimizerState(NamedTuple):
     temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
 
 
-def _optimizer_state(widths: Dimensions, config: TrainConfig, weights: _Weights, tokens: _Tokens) -> _OptimizerState:
+def _optimizer_state(
+    widths: Dimensions,
+    optimizer: OptimizerConfig,
+    weights: _Weights,
+    tokens: _Tokens,
+    *,
+    replicas: int,
+    hosts: int,
+    trains_head: bool,
+) -> _OptimizerState:
     """Return what the optimizer holds, and the gradients that it steps with."""
-    optimizer = config.optimizer
     per_parameter = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
     gradients = weights.trained * per_parameter.gradient
     if optimizer.gradient_release:
-        num_copies = EXCHANGED if config.replicas > 1 else 1
+        num_copies = EXCHANGED if replicas > 1 else 1
         gradients = num_copies * BF16_BYTES * min(widths.largest, weights.trained)
-    num_micro_batches = tokens.update / (config.context_parallel_size * tokens.least)
     temporaries = LOGITS_BYTES
-    if config.mode != "lora_only":
+    if trains_head:
         temporaries += BF16_BYTES * widths.vocabulary * widths.hidden
     if optimizer.steps_in_backward:
         temporaries += STEP_BYTES * min(STEP_ELEMENTS, widths.largest)
     return _OptimizerState(
-        on_device=weights.trained * per_parameter.device / config.replicas,
-        on_host=weights.trained_by_all * per_parameter.host / config.hosts,
+        on_device=weights.trained * per_parameter.device / replicas,
+        on_host=weights.trained_by_all * per_parameter.host / hosts,
         gradients=gradients,
-        sums=weights.trained * per_parameter.gradient if num_micro_batches > FEW else 0,
+        sums=weights.trained * per_parameter.gradient if tokens.num_micro_batches > FEW else 0,
         temporaries=temporaries,
     )
 
@@ -243,15 +264,18 @@ class _Activations(NamedTuple):
     on_host: float  # in the memory of one host
 
 
-def _activations(widths: Dimensions, config: TrainConfig, tokens: _Tokens, host_left: float) -> _Activations:
-    """Return what micro-batches keep, with `host_left` bytes of the host's memory beside the optimizer's state."""
-    recompute = config.compute.gradient_checkpointing
-    on_host = config.gpus * PINNED * kept_bytes(widths, tokens.least)
-    offload = config.compute.activation_offload
+def _activations(
+    widths: Dimensions, compute: ComputeConfig, tokens: _Tokens, host_left: float, *, gpus: int, may_offload: bool
+) -> _Activations:
+    """Return what micro-batches keep, with `host_left` bytes of the host's memory beside the optimizer's state.
+
+    `may_offload`: whether a run offloads activations if the user does not choose.
+    """
+    recompute = compute.gradient_checkpointing
+    on_host = gpus * PINNED * kept_bytes(widths, tokens.least)
+    offload = compute.activation_offload
     if offload is None:
-        is_long = tokens.sequence > config.context_parallel_size * LEAST_TOKENS
-        has_room = on_host <= HOST_SHARE * host_left
-        offload = is_long and has_room and recompute is not False and config.mode != "none"
+        offload = may_offload and recompute is not False and on_host <= HOST_SHARE * host_left
     return _Activations(
         least=activation_bytes(widths, tokens.least, recomputed=recompute is not False, on_host=offload),
         most=activation_bytes(widths, tokens.most, recomputed=recompute is True),

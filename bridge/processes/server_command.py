@@ -81,7 +81,21 @@ class ServerCommand:
         """Derive the command for `config`; vLLM's own `flags` are passed through unchanged."""
         vllm_flags.check(flags, outer, shares_weights=shares_weights, insisted=config.allow_vllm_flags)
         device, why = accelerator.choose(config.device)
-        added = vllm_flags.added(config, flags, device, outer, shares_weights=shares_weights, trainer=trainer)
+
+        def share() -> accelerator.MemoryShare:
+            return accelerator.derive(
+                config.model,
+                gpu_bytes=min(accelerator.gpu_memory_bytes()),
+                tensor_parallel_size=config.tensor_parallel_size,
+                trainer=trainer,
+                max_model_len=config.max_model_len,
+                quantization=config.quantization,
+            )
+
+        added = vllm_flags.added(
+            config, flags, device, outer, shares_weights=shares_weights, share=share,
+            sent_from=trainer.trainer_device if trainer.publishing.reload == "transfer" else None,
+        )  # fmt: skip
         path = manifest.resolve_path(config.vllm_config_path).absolute()
         return cls(
             argv=(*_vllm(config), *added.argv, *flags),

@@ -18,11 +18,11 @@ from itertools import pairwise
 
 from bridge.checks import model as model_checks
 from bridge.checks.software import Device
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import ServeConfig
 from bridge.core import json_lines
 from bridge.errors import UsageError
 from bridge.planning.memory import SERVERS_GPU
-from bridge.processes import accelerator
+from bridge.processes.accelerator import MemoryShare
 from bridge.server.protocol import TRANSFER_FLAG
 
 SHORT_NAMES: Mapping[str, str] = {
@@ -364,19 +364,26 @@ def added(
     outer: Mapping[str, str],
     *,
     shares_weights: bool,
-    trainer: TrainConfig,
+    sent_from: str | None = None,
+    share: Callable[[], MemoryShare] | None = None,
 ) -> Added:
-    """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
+    """Return what lets a trainer use the server: its log-probabilities, its weights and its memory.
+
+    `sent_from` is the trainer's device if it sends its weights to the server. `share` derives vLLM's share of the GPU
+    if the user did not choose it; None: vLLM's own default.
+    """
     extra = Added()
     given = names(flags)
     on_gpu = device == "cuda"
     model = model_checks.read(config.model) if on_gpu else None
-    if trainer.publishing.reload == "transfer":
-        _add_transfer(extra, given, trainer.trainer_device if on_gpu else "cpu")
+    if sent_from is not None:
+        _add_transfer(extra, given, sent_from if on_gpu else "cpu")
     if config.gpu_memory_utilization:
         extra.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-    elif on_gpu and "--kv-cache-memory-bytes" not in given:
-        _add_memory_share(extra, config, trainer)
+    elif on_gpu and share is not None and "--kv-cache-memory-bytes" not in given:
+        derived = share()
+        extra.argv += ["--gpu-memory-utilization", str(derived.share)]
+        extra.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
     if LOGPROBS_MODE[0] not in given:
         extra.argv += LOGPROBS_MODE
     if shares_weights:
@@ -397,20 +404,6 @@ def added(
         extra.environment |= _fp8_kernels(outer)
     _add_sockets(extra, outer)
     return extra
-
-
-def _add_memory_share(extra: Added, config: ServeConfig, trainer: TrainConfig) -> None:
-    """Give vLLM the share of the GPU that leaves room for the trainer."""
-    derived = accelerator.derive(
-        config.model,
-        gpu_bytes=min(accelerator.gpu_memory_bytes()),
-        tensor_parallel_size=config.tensor_parallel_size,
-        trainer=trainer,
-        max_model_len=config.max_model_len,
-        quantization=config.quantization,
-    )
-    extra.argv += ["--gpu-memory-utilization", str(derived.share)]
-    extra.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
 
 
 def _add_sharing(extra: Added, given: set[str], outer: Mapping[str, str], *, on_gpu: bool, has_experts: bool) -> None:

@@ -19,18 +19,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bridge.config import SamplingConfig, TrainConfig
+from bridge.config import LossConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.engine.trainable import Trainable
 from bridge.errors import RewardError, UsageError
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
-from bridge.optimizers import factory
 from bridge.run.step_batch import Batch, Computed, Pass
 from bridge.types import Group, Result
 
@@ -44,10 +43,7 @@ class Learner:
         self,
         trainable: Trainable,
         spec: LossSpec,
-        *,
-        lr: float,
         schedule: Callable[[int], float],
-        sampling: SamplingConfig,
     ) -> None:
         """`schedule` returns the factor of the learning rate, given the number of planned updates before."""
         self.trainable = trainable
@@ -55,27 +51,18 @@ class Learner:
         self._choices = trainable.choices
         self._budget = trainable.budget
         self._ranks = trainable.ranks
-        self._lr = lr
         self._schedule = schedule
         self.spec = spec
-        self._sampling = sampling
         self._thresholds = list[Tensor]()
         """For each update, the least entropy of the tokens that are trained on; empty: all are."""
         self._refusal: UsageError | None = None
         """Why no batch can follow: an update can never fit, or the user's loss failed. The weights are whole."""
         self._start(Batch())
 
-    @classmethod
-    def of(cls, config: TrainConfig, trainable: Trainable) -> Self:
-        """Return the learner of a run."""
-        _log_uncorrected(config)
-        schedule = factory.schedule(config.optimizer, config.training_steps)
-        spec = LossSpec.of(config.loss)
-        return cls(trainable, spec, lr=config.learning_rate, schedule=schedule, sampling=config.sampling)
-
     def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
         """Start the step of this number with this batch; UsageError: given advantages are invalid."""
-        self._start(Batch.of(groups, self.spec, self._ranks, self._choices, longest=self._sampling.longest, step=step))
+        longest = self.trainable.sampling.longest
+        self._start(Batch.of(groups, self.spec, self._ranks, self._choices, longest=longest, step=step))
 
     def wants_sleep(self) -> bool | None:
         """Whether the batch needs the memory of a sleeping KV cache; None: it is empty."""
@@ -131,7 +118,7 @@ class Learner:
 
     def learnt(self) -> dict[str, Any]:
         """Wait for the device, and return the step's metrics, by their names in `metrics.jsonl`."""
-        lr = self._lr * self._schedule(self._batch.num_before)
+        lr = self.trainable.lr * self._schedule(self._batch.num_before)
         return self._computed.figures(self._batch, self._ranks, lr, self.spec.metrics, self.trainable.prepared)
 
     def _start(self, batch: Batch) -> None:
@@ -278,12 +265,14 @@ class Learner:
         )
 
 
-def _log_uncorrected(config: TrainConfig) -> None:
+def log_uncorrected(loss: LossConfig, *, max_staleness: int, restart_interval: int) -> None:
     """Log that completions of older weights are trained on as if the newest had sampled them, if that was chosen."""
-    interval = config.publishing.restart_interval
-    causes = [f"--max-staleness {config.rollouts.max_staleness}"] if config.rollouts.max_staleness else []
-    causes += [f"--vllm-restart-interval {interval}"] if interval > 1 else []
-    if causes and config.loss.mismatch == "none":
+    causes = []
+    if max_staleness:
+        causes.append(f"--max-staleness {max_staleness}")
+    if restart_interval > 1:
+        causes.append(f"--vllm-restart-interval {restart_interval}")
+    if causes and loss.mismatch == "none":
         logger.info(
             f"--mismatch none: with {' and '.join(causes)} completions of older weights are trained on, and nothing"
             " corrects for the difference"

@@ -75,7 +75,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
         raise UsageError(
             f"--seed {config.seed}: {source.folder} was trained on {progress.problems_drawn:,} problems in the order of"
             f" --seed {seed}, and in another order these are others",
-            hint=f"--seed {seed}, or {_start_anew(source, config)}",
+            hint=f"--seed {seed}, or {_start_anew(source, config.mode)}",
         )
     lines = [*_changed(before, now, differing - MAY_DIFFER, progress.step)]
     if "training_steps" in differing and config.optimizer.lr_scheduler_type in ENDING:
@@ -100,7 +100,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
             f"these are not the problems that {source.folder} was trained on{counts}: the first"
             f" {progress.problems_drawn:,} of them would be passed over, and those of the run could come again",
             hint=f"give the same {flag('data' if config.task.data else 'environment')}, or"
-            f" {_start_anew(source, config)}",
+            f" {_start_anew(source, config.mode)}",
         )
     lines.append(
         f"the environment's first problems are not those of the run: {progress.problems_drawn:,} of them are passed"
@@ -109,8 +109,9 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
     return lines
 
 
-def _start_anew(source: SavedCheckpoint, config: TrainConfig) -> str:
-    if config.mode == "lora_only":
+def _start_anew(source: SavedCheckpoint, mode: str) -> str:
+    """Return how to train the checkpoint's weights in a new run."""
+    if mode == "lora_only":
         exported = f"bridge export {shlex.quote(str(source.folder))} FOLDER"
         return f"start a new run from its weights: {exported}, then --model FOLDER without --resume"
     return f"start a new run from its weights: --model {shlex.quote(str(source.folder))}, without --resume"

@@ -29,12 +29,13 @@ from bridge.engine import measuring, provenance
 from bridge.engine.measuring import Alarms
 from bridge.engine.policy import Policy
 from bridge.errors import RewardError, ServerUnreachableError
-from bridge.learn.policy_loss import LOSS_PARTS
+from bridge.learn.policy_loss import LOSS_PARTS, LossSpec
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
+from bridge.optimizers import factory
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Stream
 from bridge.run import resuming
-from bridge.run.learner import Learner
+from bridge.run.learner import Learner, log_uncorrected
 from bridge.run.reporting import Reporter
 from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
@@ -273,7 +274,12 @@ class Run:
         if left_out := model_files.source_files(config.model_name, download=True).note():  # checkpoints need them
             logger.info(left_out)
         self._opened = self._policy.open().opened
-        self._learner = Learner.of(config, self._policy.trainable)
+        log_uncorrected(
+            config.loss, max_staleness=config.rollouts.max_staleness,
+            restart_interval=config.publishing.restart_interval,
+        )  # fmt: skip
+        schedule = factory.schedule(config.optimizer, config.training_steps)
+        self._learner = Learner(self._policy.trainable, LossSpec.of(config.loss), schedule)
         self._checkpoints = Checkpoints(config.checkpoints, self._directory, self._policy)
         if self._ranks.is_rank_zero:
             self._checkpoints.log_lack_of_room(config.optimizer.name)

@@ -2,8 +2,10 @@
 
 from bridge.config import TrainConfig
 from bridge.engine.opening import prepared_of, trainable_of
+from bridge.learn.policy_loss import LossSpec
+from bridge.optimizers import factory
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run.learner import Learner
+from bridge.run.learner import Learner, log_uncorrected
 from bridge.weights.attach import OpenedModel
 
 
@@ -15,6 +17,9 @@ def made(
     experts: tuple[int, int] | None = None,
     ranks: Ranks = ALONE,
 ) -> Learner:
-    prepared = prepared_of(config, opened, max_model_len=max_model_len, experts=experts, ranks=ranks)
+    prepared = prepared_of(config.compute, opened, max_model_len=max_model_len, experts=experts, ranks=ranks)
     trainable = trainable_of(config, opened, prepared, max_model_len=max_model_len, ranks=ranks)
-    return Learner.of(config, trainable)
+    log_uncorrected(
+        config.loss, max_staleness=config.rollouts.max_staleness, restart_interval=config.publishing.restart_interval
+    )
+    return Learner(trainable, LossSpec.of(config.loss), factory.schedule(config.optimizer, config.training_steps))
