@@ -112,7 +112,11 @@ def open_stream(
             config.model_name, config.task, task, tokenizer, sampler, scorer,
             max_turns=rollouts.max_turns, pass_size=ranks.pass_size,
         )  # fmt: skip
-        stream = EnvironmentStream(config, task, groups, sampler, scorer, progress=progress, ranks=ranks)
+        stream = EnvironmentStream(
+            task, groups, sampler, scorer,
+            rollouts=rollouts, sampling=config.sampling, evaluation=config.evaluation, seed=config.seed,
+            max_unscored_share=config.task.max_unscored_share, progress=progress, ranks=ranks,
+        )  # fmt: skip
         undo.pop_all()
     return stream
 

@@ -19,7 +19,7 @@ HINTS: Mapping[str, str] = {
 }
 """Another system's name of something that is not the same here, or not there -> what to do."""
 NEAR = 0.8
-"""Least similarity, from 0 to 1, of a name that is offered in place of a wrong one: below it, most are guesses."""
+"""Least similarity, from 0 to 1, at which a known name is suggested for a wrong one: below it, most are guesses."""
 
 Only = tuple[str, tuple[str, ...]]
 """A switch, and its values with which a choice has an effect."""
@@ -131,7 +131,8 @@ def _about(info: FieldInfo) -> dict[str, Any]:
 
 def _in_one_line(cls: type[Section], fault: Any) -> UsageError:
     """Return the error for a wrong choice of a program, such as `SamplingConfig(max_tokens=5)`."""
-    name, known = str(fault["loc"][0]) if fault["loc"] else "", list(cls.model_fields)
+    name = str(fault["loc"][0]) if fault["loc"] else ""
+    known = list(cls.model_fields)
     if fault["type"] == "extra_forbidden":
         others = {
             other: field for field, info in cls.model_fields.items() for other in _about(info).get("borrowed", ())

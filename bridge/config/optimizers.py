@@ -37,7 +37,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw-8bit": OptimizerSpec(state_bytes=2 * (1 + SCALE_BYTES / BLOCK_OF_8_BIT)),
     "adamw-4bit": OptimizerSpec(state_bytes=2 * (0.5 + SCALE_BYTES / BLOCK_OF_4_BIT), has_master=False),
 }
-"""By the value of `--optimizer`, the most precise first."""
+"""The optimizers by value of `--optimizer`, the most precise first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,19 +48,19 @@ SAMPLER_BYTES = 16
 LOGITS_BYTES = 3 * 4 * 2**26
 """Float32 logits of one block of the vocabulary, and what is computed from them (`bridge/passes/logprobs.py`)."""
 LARGEST_SHARE = 0.9
-"""Of a GPU, for vLLM."""
+"""Largest share of a GPU that vLLM gets."""
 ENGINE_MARGIN_BYTES = 2 * GIB
-"""For what vLLM allocates beyond its estimate, at the expense of its KV cache."""
+"""Room for what vLLM allocates beyond its estimate, at the expense of its KV cache."""
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
 """A step inside a backward pass: bytes per element, and elements stepped at once (`bridge/optimizers/split_adamw.py`);
 master, gradient and moments in float32, and two temporaries."""
 EXCHANGED = 3
-"""What several GPUs hold of the largest gradient when it is released, in its own size: itself, what the others send,
-and at most as much for the float32 sum."""
+"""Copies of the largest gradient that several GPUs hold when it is released: the gradient, what the other GPUs send,
+and at most as much again for the float32 sum."""
 SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 """Values of `--trainer-device` that mean the server's GPU."""
 SLACK = 1.15
-"""For gaps in the allocator: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
+"""Factor for gaps in the allocator: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
 BUSY_KV_TOKENS = 2**17
 """Tokens in a KV cache with which a server is busy, however long its completions may become."""
 PROMPT_TOKENS = 256
@@ -346,8 +346,10 @@ def micro_batch_tokens(
     if optimizer.steps_in_backward:
         return update, update
     if compute.micro_batch_tokens is not None:
-        return -(-compute.micro_batch_tokens // slices), -(-compute.micro_batch_tokens // slices)
-    longest, update = -(-longest // slices), -(-update // slices)
+        chosen = math.ceil(compute.micro_batch_tokens / slices)
+        return chosen, chosen
+    longest = math.ceil(longest / slices)
+    update = math.ceil(update / slices)
     return max(longest, min(LEAST_TOKENS, update)), max(longest, min(MOST_TOKENS, update))
 
 

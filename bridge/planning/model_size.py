@@ -43,11 +43,11 @@ HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embe
 ENDS = (HEAD, *EMBEDDINGS)
 """The same of both."""
 EMBEDDING = re.compile(r"embed|wte")
-"""In the name of any tensor that may be an embedding."""
+"""Part of the name of every tensor that may be an embedding."""
 COMPARED_ROWS = 256
-"""Of a head and an embedding, to tell whether they are equal."""
+"""Rows of a head and an embedding that are compared, to find out whether they are equal."""
 COMPARED_TENSORS, COMPARED_BYTES = 64, 4096
-"""Of two sets of weights: tensors of one name, and bytes from the middle of each."""
+"""Tensors of one name in two sets of weights that are compared, and bytes from the middle of each."""
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REPLACE_MODEL = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"

@@ -29,7 +29,8 @@ FULL = TrainConfig.of(model_name="")
 
 def choose(requested: DeviceChoice) -> tuple[Device, str]:
     """Return where vLLM will run, and why."""
-    installed, gpus = software.installed_vllm(), gpu_memory_bytes()
+    installed = software.installed_vllm()
+    gpus = gpu_memory_bytes()
     built_for = software.built_for(installed)
     if built_for is None:
         raise IncompatibleVersionError("vLLM is not installed", hint=INSTALL["cuda" if gpus else "cpu"])
@@ -54,11 +55,13 @@ def gpu_memory_bytes() -> list[int]:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return []
-    count, sizes = ctypes.c_int(), []
+    count = ctypes.c_int()
+    sizes = list[int]()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []
     for index in range(count.value):
-        device, size = ctypes.c_int(), ctypes.c_size_t()
+        device = ctypes.c_int()
+        size = ctypes.c_size_t()
         driver.cuDeviceGet(ctypes.byref(device), index)
         driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
         sizes.append(size.value)
@@ -67,14 +70,16 @@ def gpu_memory_bytes() -> list[int]:
 
 def capability() -> tuple[int, int] | None:
     """Return the least compute capability of the visible GPUs; None without a GPU or driver."""
-    count, least = len(gpu_memory_bytes()), list[tuple[int, int]]()
-    for index in range(count):
-        driver, device, values = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    capabilities = list[tuple[int, int]]()
+    for index in range(len(gpu_memory_bytes())):
+        driver = ctypes.CDLL("libcuda.so.1")
+        device = ctypes.c_int()
+        values = (ctypes.c_int(), ctypes.c_int())
         driver.cuDeviceGet(ctypes.byref(device), index)
         for attribute, value in zip(CAPABILITY, values, strict=True):
             driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        least.append((values[0].value, values[1].value))
-    return min(least, default=None)
+        capabilities.append((values[0].value, values[1].value))
+    return min(capabilities, default=None)
 
 
 class MemoryShare(NamedTuple):
@@ -146,7 +151,8 @@ def check_host(trainer: TrainConfig) -> None:
     except UsageError:
         return  # nothing is known before it is loaded
     state_alone = trainer.changed(activation_offload=False)  # a run offloads activations only where there is room
-    needed, left = Need.of(size, state_alone, gpu_bytes=math.inf).offloaded, left_bytes()
+    needed = Need.of(size, state_alone, gpu_bytes=math.inf).offloaded
+    left = left_bytes()
     if needed > left:
         raise UsageError(
             f"--offload-optimizer takes {needed / GIB:.1f} GiB of this host's memory, {left / GIB:.1f} GiB are left",

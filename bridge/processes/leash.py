@@ -64,7 +64,8 @@ def _guard(watched: list[int], session: int) -> None:
 def _forget_environment() -> None:
     """Overwrite this process's environment, where others could read the program's secrets."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[47]), int(fields[48])
+    start = int(fields[47])
+    end = int(fields[48])
     ctypes.memset(start, 0, end - start)
 
 

@@ -155,7 +155,8 @@ class StartCommand(ServerCommand):
         if not any(MODEL in part for part in parts):
             raise UsageError(f"--start-command {given!r} has no {MODEL} in it", hint=EXAMPLE)
         address = urlsplit(url)
-        host, port = address.hostname or "", address.port or 0
+        host = address.hostname or ""
+        port = address.port or 0
         named = re.search(r"--port[ =](\d+)", " ".join(parts))
         if named and int(named[1]) != port:
             raise UsageError(

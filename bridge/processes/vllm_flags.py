@@ -243,7 +243,7 @@ INSIST = "--allow-vllm-flags"
 NEGATION = "--no-"
 """What turns a flag of vLLM off."""
 WHOLE_NAMES = (*OURS, *REFUSED, *sorted(HARMLESS))
-"""What may be given shortened: argparse takes every beginning that is no other flag's."""
+"""Flags that may be abbreviated: argparse accepts every prefix that no other flag has."""
 LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
 """The trainer compares with the distribution that was sampled from, after temperature."""
 WORKER_EXTENSION = ("--worker-extension-cls", "bridge_patches.worker.BridgeWorker")
@@ -252,21 +252,21 @@ NO_PAGES = ("--allowed-origins", "[]")
 SLEEP_MODE = "--enable-sleep-mode"
 """Lets vLLM free its KV cache while a trainer needs the memory; costs nothing until then."""
 CHOOSES_SLEEP = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
-"""With one of these the user decides; 0.33 refuses to start with it and a KV connector that cannot sleep."""
+"""With one of these flags the user decides; vLLM 0.33 refuses to start with it and a KV connector that cannot sleep."""
 MOE_BACKEND = ("--moe-backend", "triton")
 """Its kernels read experts as they are loaded; those that vLLM prefers on some GPUs repack them."""
 PIECEWISE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
 """Leaves attention out of CUDA graphs. With a sliding window in every layer, shorter than --max-model-len, the full
 graphs of vLLM 0.33 on an H200 decoded 0.8 nats a token away from what it computes without graphs; pieces: 0.008."""
 CHOOSES_GRAPHS = {PIECEWISE_GRAPHS[0], "--enforce-eager", "--optimization-level"}
-"""With one of these the user decides."""
+"""With one of these flags the user decides."""
 START_METHOD = ("VLLM_WORKER_MULTIPROC_METHOD", "fork")
 """The engine and its workers begin with all that the API server has imported, unless the caller chooses. vLLM itself
 spawns them where a fork is unsafe: once CUDA is initialized, and on the CPU."""
 NEEDS_SPAWN = {"--mm-tensor-ipc"}
 """vLLM refuses one of its values without `spawn`."""
 ROUNDED_SCALES = ("VLLM_USE_DEEP_GEMM_E8M0", "0")
-"""Else DeepGEMM quantizes FP8 once more, with scales that are powers of two; Hopper's kernels need none."""
+"""Without it DeepGEMM quantizes FP8 once more, with scales that are powers of two; Hopper's kernels need none."""
 WITHOUT_DEEP_GEMM = ("VLLM_USE_DEEP_GEMM", "0")
 """vLLM has CUTLASS's kernels instead. DeepGEMM's are compiled when they are first used, by nvcc."""
 UNPACKED = ("VLLM_DISABLED_KERNELS", "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel")
@@ -296,7 +296,10 @@ def check(
         raise UsageError(
             f"unexpected argument {flags[0]!r}", hint="give the model as --model, and vLLM's own flags after --"
         )
-    insisted_on, faults, hints, unknown = _listed(insisted), list[str](), list[str](), list[str]()
+    insisted_on = _listed(insisted)
+    faults = list[str]()
+    hints = list[str]()
+    unknown = list[str]()
     for name, value in _pairs(flags):
         given = f"{name} {value}".strip()
         why = REFUSED.get(name)
@@ -306,14 +309,17 @@ def check(
             is_passed = why.allowed(value) or (why.may_insist and name in insisted_on)
             if (shares_weights or why.any_server) and not is_passed:
                 faults.append(f"{given}: {why.reason}")
-                hints += [why.hint] if why.hint else []
-                unknown += [name] if why.may_insist else []
+                if why.hint:
+                    hints.append(why.hint)
+                if why.may_insist:
+                    unknown.append(name)
         elif name not in HARMLESS | OURS | insisted_on and not _turns_off(name):
             faults.append(f"{given}: not known to leave what the server computes as the trainer computes it")
             unknown.append(name)
     variables = {**OTHER_VARIABLES, **(REFUSED_VARIABLES if shares_weights else {})}
-    set_to = {name: environment.get(name, "") for name in variables}
-    faults += [f"{name}={value}: {variables[name]}" for name, value in set_to.items() if value not in OFF]
+    for name, reason in variables.items():
+        if environment.get(name, "") not in OFF:
+            faults.append(f"{name}={environment[name]}: {reason}")
     if unknown:
         listed = ",".join(dict.fromkeys(name.lstrip("-") for name in (*sorted(insisted_on), *unknown)))
         them = "it out, or, if it does" if "," not in listed else "them out, or, if they do"
@@ -347,14 +353,14 @@ def value(flags: Sequence[str], name: str) -> str:
 
 @dataclass
 class Added:
-    """What Bridge adds to a command."""
+    """Flags, variables and notes that Bridge adds to a command."""
 
     argv: list[str] = field(default_factory=list)
     """Flags of vLLM."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of vLLM."""
     notes: list[str] = field(default_factory=list)
-    """What a user would not expect, and why, a line each."""
+    """Surprises and their reasons, a line each."""
 
 
 def added(
@@ -507,7 +513,8 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
             name = name.partition(".")[0]
             if not name.startswith("--"):  # argparse takes -qfp8, and -t for -tp
                 short = next((other for other in SHORT_NAMES if other.startswith(name)), name[:2])
-                name, value = SHORT_NAMES.get(short, name), value or name[len(short) :]
+                value = value or name[len(short) :]
+                name = SHORT_NAMES.get(short, name)
             name = name.replace("_", "-")
             if name not in WHOLE_NAMES:
                 name = next((other for other in WHOLE_NAMES if other.startswith(name)), name)

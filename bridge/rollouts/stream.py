@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
-from bridge.config import TrainConfig
+from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from bridge.core.concurrency import gather_or_cancel
 from bridge.core.logs import info_once
 from bridge.errors import BridgeError
@@ -50,12 +50,16 @@ class EnvironmentStream:
 
     def __init__(
         self,
-        config: TrainConfig,
         task: Task,
         group_sampler: GroupSampler,
         sampler: Sampler,
         scorer: Scorer,
         *,
+        rollouts: RolloutConfig,
+        sampling: SamplingConfig,
+        evaluation: EvaluationConfig,
+        seed: int,
+        max_unscored_share: float,
         progress: Callable[[int, int], None] = lambda *_: None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -68,15 +72,19 @@ class EnvironmentStream:
         self.num_in_flight = 0
         self.skipped: list[Group] = []
         self._ranks = ranks
-        self._config = config
+        self._rollouts = rollouts
+        self._sampling = sampling
+        self._evaluation = evaluation
+        self._seed = seed
+        self._max_unscored_share = max_unscored_share
         self._group_sampler = group_sampler
         self._sampler = sampler
         self._scorer = scorer
         self._reported = set[str]()
         """Kinds of failures that were logged."""
         self._progress = progress
-        self._held_out = problems.held_out(task) if config.evaluation.samples else []
-        self._order = enumerate(problems.endless(task, config.seed))
+        self._held_out = problems.held_out(task) if evaluation.samples else []
+        self._order = enumerate(problems.endless(task, seed))
         self._trained = TrainedProblems()
         self._step = 0
         self._in_flight: list[InFlight] = []
@@ -137,8 +145,8 @@ class EnvironmentStream:
         if not self._held_out:
             return None
         total = len(self._held_out)
-        num_samples = self._config.evaluation.samples
-        temperature = self._config.evaluation.temperature
+        num_samples = self._evaluation.samples
+        temperature = self._evaluation.temperature
         params = {} if temperature is None else {"temperature": temperature}
         failures = self._failures_of(f"evaluation after step {step}", total, num_samples)
         num_scored = count(1)
@@ -146,7 +154,7 @@ class EnvironmentStream:
         async def evaluated(servers: Servers, index: int, problem: Problem) -> Group:
             group = await self._scored(
                 servers, None, problem, failures,
-                num_samples=num_samples, seed=seed_of(self._config.seed, EVALUATION), index=index, **params,
+                num_samples=num_samples, seed=seed_of(self._seed, EVALUATION), index=index, **params,
             )  # fmt: skip
             self._progress(next(num_scored), total)
             return replace(group, images=None)  # it is not trained on
@@ -172,7 +180,7 @@ class EnvironmentStream:
             self._scorer.close()
 
     async def _taken(self, count: int, step: int) -> list[Group]:
-        max_staleness = self._config.rollouts.max_staleness
+        max_staleness = self._rollouts.max_staleness
         if self._counted_step != step:
             self._begin_failures(count, step)
         try:
@@ -221,8 +229,8 @@ class EnvironmentStream:
 
         They fit if completions are half as long as the longest on average.
         """
-        rollouts = self._config.rollouts
-        sampling = self._config.sampling
+        rollouts = self._rollouts
+        sampling = self._sampling
         kv_tokens = self._endpoint.kv_tokens
         if rollouts.groups_in_flight is not None:
             return max(1, rollouts.groups_in_flight // self._ranks.dp_size)
@@ -237,9 +245,9 @@ class EnvironmentStream:
         step, index = divmod(started.number, count * self._ranks.dp_size)  # the same whatever their number
         group = await self._scored(
             lambda: self._servers, started.number, started.problem, None,
-            num_samples=self._config.sampling.group_size, seed=seed_of(self._config.seed, step + 1), index=index,
+            num_samples=self._sampling.group_size, seed=seed_of(self._seed, step + 1), index=index,
         )  # fmt: skip
-        return penalized(group, self._config.rollouts, self._config.sampling.longest)
+        return penalized(group, self._rollouts, self._sampling.longest)
 
     async def _scored(
         self,
@@ -265,7 +273,7 @@ class EnvironmentStream:
 
     def _skip(self, count: int) -> None:
         """Let other groups take the place of those whose rewards are all equal, within the bound."""
-        rollouts = self._config.rollouts
+        rollouts = self._rollouts
         if not rollouts.skip_without_signal:
             return
         for sampled in [started for started in self._in_flight if started.is_sampled]:
@@ -288,12 +296,10 @@ class EnvironmentStream:
 
     def _begin_failures(self, count: int, step: int) -> None:
         self._counted_step = step
-        self._failures = self._failures_of(f"step {step}", count, self._config.sampling.group_size)
+        self._failures = self._failures_of(f"step {step}", count, self._sampling.group_size)
 
     def _failures_of(self, batch: str, num_groups: int, num_samples: int) -> FailedScores:
-        return FailedScores(
-            batch, num_completions=num_groups * num_samples, max_share=self._config.task.max_unscored_share
-        )
+        return FailedScores(batch, num_completions=num_groups * num_samples, max_share=self._max_unscored_share)
 
     def _report(self, failures: FailedScores) -> None:
         failures.log(self._reported)

@@ -200,18 +200,21 @@ def _check_package_choices(config: TaskConfig) -> None:
     """Check that no choice about environments of other packages would be ignored."""
     is_verifiers = config.environment.startswith(packages.VERIFIERS_PREFIX)
     is_gym = config.environment.startswith(packages.GYM_PREFIX)
-    where = f"it is for --environment {' and '.join(PACKAGES)}"
-    rules = {
-        "env_args": (is_verifiers or is_gym, where),
-        "eval_env_args": (is_verifiers or is_gym, where),
-        "data": (not is_verifiers, "it has its own tasks"),
-        "system_prompt": (not is_verifiers, "its tasks have their own"),
-    }
-    for name, (fits, why) in rules.items():
-        if not fits and getattr(config, name) != TaskConfig.model_fields[name].default:
-            raise UsageError(
-                f"{flag(name)} has no effect with --environment {config.environment}: {why}", hint="leave it out"
-            )
+    if not (is_verifiers or is_gym):
+        reason = f"it is for --environment {' and '.join(PACKAGES)}"
+        _refuse_given(config, "env_args", reason)
+        _refuse_given(config, "eval_env_args", reason)
+    if is_verifiers:
+        _refuse_given(config, "data", "it has its own tasks")
+        _refuse_given(config, "system_prompt", "its tasks have their own")
+
+
+def _refuse_given(config: TaskConfig, name: str, reason: str) -> None:
+    """Refuse a choice that this environment ignores, if the user made it."""
+    if getattr(config, name) != TaskConfig.model_fields[name].default:
+        raise UsageError(
+            f"{flag(name)} has no effect with --environment {config.environment}: {reason}", hint="leave it out"
+        )
 
 
 def _of_package(config: TaskConfig) -> type | None:
