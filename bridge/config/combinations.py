@@ -87,11 +87,12 @@ class Exclusion:
                 applies = matches(_value(key, owner, more))
             if not applies:
                 return None
-        shown = {
-            "first": _shown(self.first.key, _value(self.first.key, _owner(self.first.key, configs), more)),
-            "second": _shown(self.second.key, _value(self.second.key, _owner(self.second.key, configs), more)),
-        }
-        return UsageError(self.reason.format(**shown), hint=self.hint.format(**shown))
+        first, second = (
+            _shown(key, _value(key, _owner(key, configs), more)) for key in (self.first.key, self.second.key)
+        )
+        return UsageError(
+            self.reason.format(first=first, second=second), hint=self.hint.format(first=first, second=second)
+        )
 
 
 def error(*configs: Config, **more: Any) -> UsageError | None:
