@@ -94,6 +94,7 @@ def test_trl_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_p
     script = script.replace("for_trl(policy, args)", "for_trl(policy, args, peft_config=settings)")
     script = script.replace("import bridge", f"import bridge\nfrom peft import LoraConfig\nsettings = {settings}")
     script = script.replace('save_strategy="no"', 'save_strategy="steps", save_steps=2, beta=0.05')
+    script = script.replace("float(text.strip() == wanted)", "len(text) + 0.0 * len(wanted)")
     assert len(rewards(script.replace("trainer.train()", "trainer.train(); policy.save('ours')"), tmp_path, "4")) == 4
     assert lora_llama.status().version == before + 1 + 4, "the slot, and four steps"
     last, kept = tmp_path / "trl_grpo" / "checkpoint-4", tmp_path / "whole"
@@ -104,9 +105,15 @@ def test_trl_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_p
     last.rename(kept)
     resumed = script.replace("trainer.train()", 'trainer.train(resume_from_checkpoint="trl_grpo/checkpoint-2")')
     assert len(rewards(resumed, tmp_path, "4")) == 4
-    again = load_file(last / "adapter_model.safetensors")
-    for name, tensor in saved.items():
-        assert (tensor - again[name]).norm() < tensor.norm() / 3, "the same samples: rarely a tie falls otherwise"
+    middle, whole, again = (b_of(folder) for folder in (last.with_name("checkpoint-2"), kept, last))
+    assert middle.any()
+    assert (whole - again).norm() < (whole - middle).norm(), "steps 3 and 4 again: rarely a tie falls otherwise"
+
+
+def b_of(folder: Path) -> torch.Tensor:
+    """Return all matrices B of a saved adapter, which begin at zero, in one row."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    return torch.cat([saved[name].float().flatten() for name in sorted(saved) if "lora_B" in name])
 
 
 @pytest.mark.slow
