@@ -34,7 +34,7 @@ import torch
 from benchmarks import _digests, _gpu_memory, _models, _results, _sides
 from benchmarks._results import say
 from bridge.core.address import free_port
-from bridge_cli.rank import MAIN
+from bridge_cli.rank_process import MAIN
 
 STEPS = 200
 FAULT_STEPS = 60

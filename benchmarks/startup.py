@@ -40,9 +40,9 @@ from bridge.processes import server_log
 STOCK = """
 import contextlib
 from bridge.processes import preload
-from bridge_cli import rank_run
+from bridge_cli.started_servers import StartedServers
 preload.plugin_module = lambda name: None
-rank_run._compiling_ahead = lambda *_: contextlib.nullcontext()
+StartedServers._compiling_ahead = lambda *_: contextlib.nullcontext()
 from bridge_cli.main import main
 main()
 """

@@ -3,7 +3,7 @@
 Every rank makes the same sequence of calls, whatever its data. A single rank has no process group and copies nothing.
 
 Not covered: tensors (`tensors.py`), how objects become messages (`messages.py`), how ranks are started
-(`cli/bridge_cli/launcher.py`).
+(`cli/bridge_cli/rank_launcher.py`).
 """
 
 import socket

@@ -1,10 +1,11 @@
-"""What must be equal on all hosts of one run: it is compared once, before anything is started.
+"""What must be equal on all hosts of one run, and what all must see: compared once, before anything is started.
 
 Not covered: the weights, which are compared once they are served (`bridge/modes/shared_vllm.py`).
 """
 
 import hashlib
 import json
+import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,29 @@ def check(ranks: "Ranks", configs: Sequence[Config], vllm_flags: Sequence[str]) 
     first, *others = ranks.run_and_gather(lambda: facts(configs, vllm_flags))
     if differing := next(filter(None, (difference(first, other) for other in others)), None):
         raise UsageError(differing, hint=HINT)
+
+
+def check_shared(ranks: "Ranks", folder: Path) -> None:
+    """Check that every host sees `folder`, from which all resume.
+
+    Raises:
+        UsageError: one does not.
+    """
+    probe = folder.absolute() / f".seen-{ranks.run_on_rank_zero(os.getpid)}"
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+
+    ranks.run_on_rank_zero(make)
+    probes = ranks.all_gather_object((socket.gethostname(), probe.exists()))
+    if ranks.is_rank_zero:
+        probe.unlink()
+    if lacking := [host for host, sees in probes if not sees]:
+        raise UsageError(
+            f"{lacking[0]} does not see {folder} of {probes[0][0]}: all hosts resume from the checkpoints there",
+            hint="--save-path in a folder that all hosts share, such as on NFS",
+        )
 
 
 def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:

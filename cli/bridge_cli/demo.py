@@ -18,16 +18,16 @@ from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import check_model, check_software
-from bridge_cli import console, layout, rank, rank_run, report
+from bridge_cli import console, rank_gpus, rank_process, report
+from bridge_cli.launch import start_ranks, train_on
 from bridge_cli.live import duration
 from bridge_cli.options import HOME, Json
-from bridge_cli.rank_run import Job, Opened, trained
-from bridge_cli.training import load_environment
+from bridge_cli.started_servers import StartedServers
+from bridge_cli.task_environment import load_environment
 from bridge_cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:
     from bridge.checkpoints.metrics import Summary
-    from bridge.ranks.world import Ranks
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 300.0
@@ -99,17 +99,23 @@ def demo(
     if model is not None:  # before an earlier demo is replaced
         check_model(model)
     serve, train = _choices(out, steps, device, gpus, model)
-    own = rank.OWN_RANK.get() or layout.of(train, serve)
-    with rank_run.preloaded(own) as preloaded, rank_run.joined(own) as world:
+    servers = StartedServers(serve, start_limit_s=START_LIMIT_S)
+    start_ranks(None if rank_process.OWN_RANK.get() else rank_gpus.of_started(train, serve))
+    with servers.preloading(), rank_process.joined() as world:
         environment = load_environment(train.task, train.rollouts, train.evaluation)
-        job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S, preloaded=preloaded)
-        opened = Opened(train=train, run_dir=out, resume=None)
-        run = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
-        if run is None:
-            rank_run.train_as_other_rank(world, job, opened)
-            return
-        world.barrier()
-        summary, checks = _train_and_verify(world, job, opened, run)
+        own = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
+        run = own or rank_process.join_run_directory(world, out)
+        if world.is_rank_zero:
+            world.barrier()  # the others join the run directory
+            servers.command = prepare(serve, [])
+            write_json(run.server_config, serve.document())
+        with console.printing_only(*console.OF_STARTS), servers.serving(world, train, run) as server:
+            summary = train_on(server, train, environment, run, resume=None, ranks=world, as_json=False)
+            if not world.is_rank_zero:
+                return
+            assert servers.command is not None, "it was prepared"
+            console.note("verifying on the same live server")
+            checks = proof(servers.command.manifest, as_json=False)
     document = conclusion(summary, checks, least_gain=LEAST_GAIN if model is None else None)
     write_json(run.path / "summary.json", document)
     report.write([run.path], run.report)
@@ -181,14 +187,6 @@ def demo_model_folder() -> Path:
         return folder / demo_model.name()
     with console.waiting("making a tiny model (once; it is cached)") as detail:
         return demo_model.make(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
-
-
-def _train_and_verify(world: "Ranks", job: Job, opened: Opened, run: RunDirectory) -> tuple["Summary", list[Check]]:
-    command = prepare(job.serve, [])
-    write_json(run.server_config, job.serve.document())
-    with console.printing_only(*console.OF_STARTS), trained(world, job, opened, run, command) as summary:
-        console.note("verifying on the same live server")
-        return summary, proof(command.manifest, as_json=False)
 
 
 def _print_table(document: dict[str, Any], run: RunDirectory, goal: str) -> None:

@@ -16,7 +16,7 @@ from typer.exceptions import TyperException
 
 from bridge import __version__
 from bridge.errors import BridgeError, IncompatibleVersionError
-from bridge_cli import console, ending, signals
+from bridge_cli import command_line, console, signals
 
 REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
 
@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "init": ("bridge_cli.init:init", "Write a file with every choice, explained, and a task to start from."),
     "run": ("bridge_cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
-    "serve-vllm": ("bridge_cli.serve:serve", "Start vLLM so that a trainer can share its weights."),
+    "serve-vllm": ("bridge_cli.serve_vllm:serve", "Start vLLM so that a trainer can share its weights."),
     "train": ("bridge_cli.train:train", "Train a model on a server that is already running, or on several."),
     "env": ("bridge_cli.env:env", "Feed an Atropos API with rollouts of an environment."),
     "verify": ("bridge_cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
@@ -122,7 +122,7 @@ def _raise_descriptor_limit() -> None:
 
 def answer(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; a user's mistake is reported as an error and a hint."""
-    ending.GIVEN.set(tuple(arguments))
+    command_line.ARGUMENTS.set(tuple(arguments))
     group: Any = typer.main.get_command(app)
     group.commands |= {name: LazyCommand(name, *known) for name, known in COMMANDS.items()}
     try:
@@ -160,7 +160,9 @@ def _usage(error: TyperException) -> tuple[str, str]:
     from bridge_cli.options import stray_hint, switch_hint
 
     context = getattr(error, "ctx", None)
-    named = [name for name in ending.GIVEN.get()[:1] if name in COMMANDS]  # a flag without its value has no context
+    named = [
+        name for name in command_line.ARGUMENTS.get()[:1] if name in COMMANDS
+    ]  # a flag without its value has no context
     command = context.command_path if context else " ".join(("bridge", *named))
     flag = getattr(error, "option_name", None)
     if flag is None or not hasattr(error, "possibilities"):
@@ -168,7 +170,9 @@ def _usage(error: TyperException) -> tuple[str, str]:
         if stray := _stray(message, getattr(context, "command", None)):
             return f"unexpected argument {stray}", stray_hint(stray)
         if "does not take a value" in message:
-            value = next((given.partition("=")[2] for given in ending.GIVEN.get() if given.startswith(f"{flag}=")), "")
+            value = next(
+                (given.partition("=")[2] for given in command_line.ARGUMENTS.get() if given.startswith(f"{flag}=")), ""
+            )
             return f"{flag} does not take a value, found {value!r}", switch_hint(str(flag), value)
         return message[0].lower() + message[1:], f"{command} --help"
     if hint := declaration.hint_for(flag):

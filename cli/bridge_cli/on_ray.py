@@ -18,7 +18,7 @@ from bridge.config.choices import ENVIRONMENT_PREFIX
 from bridge.core.address import free_port
 from bridge.errors import RankError, UsageError
 from bridge.processes import children
-from bridge_cli import console, ending
+from bridge_cli import command_line, console
 
 LIMIT_S = 600.0
 """Longest wait for nodes: a cluster that grows starts them first."""
@@ -75,15 +75,15 @@ def run(hosts: int, restarts: int, num_gpus: int, device: str, *, program: Seque
         raise UsageError("--ray: no Ray cluster is running here", hint=hint) from error
     try:
         has_gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-        arguments = [argument for argument in ending.GIVEN.get() if argument != "--ray"]
+        arguments = [argument for argument in command_line.ARGUMENTS.get() if argument != "--ray"]
         for left in reversed(range(restarts + 1)):
-            argv = [*program, *ending.with_choices(arguments, {"restarts": "0"}, resume=False)]
+            argv = [*program, *command_line.with_choices(arguments, {"restarts": "0"}, resume=False)]
             codes = _placed(ray, hosts, num_gpus * has_gpus, argv)
             if RankError.exit_code not in codes:
                 return next((code for code in codes if code), 0)
             if left:
                 console.note(f"a host was lost; restarting from the newest checkpoint, {left} restarts left")
-                arguments = ending.with_choices(arguments, {})
+                arguments = command_line.with_choices(arguments, {})
         raise RankError("a host was lost", hint="continue with --resume; its output is above, and in Ray's logs")
     finally:
         ray.shutdown()
@@ -104,7 +104,7 @@ def _placed(ray: Any, num_hosts: int, num_gpus: int, argv: list[str]) -> list[in
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         hosts = [make.options(scheduling_strategy=strategy(group, index)).remote() for index in range(num_hosts)]
         if num_hosts > 1:
-            argv = ending.with_choices(argv, {"rendezvous": ray.get(hosts[0].address.remote())}, resume=False)
+            argv = command_line.with_choices(argv, {"rendezvous": ray.get(hosts[0].address.remote())}, resume=False)
         variables = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT_PREFIX)}
         running = [host.run.remote(argv, variables, str(Path.cwd())) for host in hosts]
         try:

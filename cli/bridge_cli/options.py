@@ -21,7 +21,7 @@ from bridge.config.choices import Config, flag
 from bridge.config.declaration import Choice
 from bridge.core import paths
 from bridge.errors import UsageError
-from bridge_cli import ending
+from bridge_cli import command_line
 
 PANELS = (
     "", "Several GPUs and hosts", "Batch and sampling", "Continuous rollouts", "Problems and rewards", "Atropos",
@@ -83,7 +83,7 @@ def from_config(
 
 def _refuse_stray(positional: Sequence[str]) -> None:
     """Refuse positional arguments before --, which would be passed on to vLLM as its own flags."""
-    given = ending.GIVEN.get()
+    given = command_line.ARGUMENTS.get()
     num_passed_on = len(given) - given.index("--") - 1 if "--" in given else 0
     if stray := positional[: len(positional) - num_passed_on]:
         raise UsageError(f"unexpected argument {stray[0]}", hint=stray_hint(stray[0]))
@@ -91,7 +91,7 @@ def _refuse_stray(positional: Sequence[str]) -> None:
 
 def stray_hint(stray: str) -> str:
     """Return what an argument without a flag is likely to mean: the value of a switch, or the model."""
-    given = ending.GIVEN.get()
+    given = command_line.ARGUMENTS.get()
     before = given[given.index(stray) - 1] if stray in given[1:] else ""
     if before.startswith("--") and stray.lower() in (*ON, *OFF):
         return switch_hint(before, stray)

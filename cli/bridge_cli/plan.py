@@ -22,7 +22,7 @@ from bridge.planning.model_size import ModelSize, folder_of
 from bridge.planning.setups import Limits, Row, command, plan_rows
 from bridge.processes import accelerator
 from bridge.types import Quantization
-from bridge_cli import console, layout
+from bridge_cli import console, rank_gpus
 from bridge_cli.options import Json, from_config, option
 
 SHOWN = {
@@ -98,7 +98,7 @@ def plan(
         raise UsageError("this machine has no GPU to plan for", hint="give its memory in GiB: --gpu-memory 80")
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
-    layout.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
+    rank_gpus.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
     replicated = train.changed(gpus=train.dp_size(tp_size))
     longest = memory.sequence_tokens(replicated.sampling)

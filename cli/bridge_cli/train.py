@@ -1,33 +1,20 @@
 """`bridge train`: train on servers that are already running, and report each step.
 
-Not covered: which servers (`servers.py`), what `--resume` finds (`resume.py`).
+Not covered: which servers (`running_servers.py`), what `--resume` finds (`open_or_resume.py`).
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
 from bridge.processes.server_command import StartCommand
-from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import check_folder, check_reachable
-from bridge.types import Environment
-from bridge_cli import console, ending, layout, rank, rank_run, servers
+from bridge.processes.start_checks import check_folder
+from bridge_cli import rank_gpus, running_servers
+from bridge_cli.launch import Launch
 from bridge_cli.options import Json, from_config
-from bridge_cli.rank_run import Opened
-from bridge_cli.resume import open_run
-from bridge_cli.servers import Running
-from bridge_cli.training import check_files, load_environment, train_in
-
-if TYPE_CHECKING:
-    from bridge.checkpoints.checkpoint import SavedCheckpoint
-    from bridge.ranks.world import Ranks
+from bridge_cli.rank_process import OWN_RANK
+from bridge_cli.running_servers import RunningServers
+from bridge_cli.task_environment import check_files
 
 
 @from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous"))
@@ -47,76 +34,21 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     check_files(config.task, config.rollouts)
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
-    replicas = servers.running(config.server, attaches=config.needs_patched_server)
-    layout.check_cuts(config.model_name, config.context_parallel_size)
-    planned = replace(servers.layout(replicas, config.tp_size, config.restarts), cp_size=config.context_parallel_size)
-    if config.restarts and len(planned.gpus) == 1:
+    replicas = running_servers.find(config.server, attaches=config.needs_patched_server)
+    cp_size = config.context_parallel_size
+    rank_gpus.check_cuts(config.model_name, cp_size)
+    manifests = [server.manifest for server in replicas]
+    layout = rank_gpus.of_running(manifests, config.tp_size, cp_size=cp_size, restarts=config.restarts)
+    if config.restarts and layout.world_size == 1:
         raise UsageError(
             f"--restarts {config.restarts} has no effect: there is one process to train with",
             hint="leave it out; a run that ended resumes with --resume",
         )
     if len(replicas) > 1:
-        config = config.changed(gpus=len(planned.gpus))
-    config.dp_size(planned.tp_size)  # refuses a batch that cannot be divided
-    if rank.OWN_RANK.get() is None and len(planned.gpus) > 1:  # before ranks start; a single process asks by itself
-        servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
-    with rank_run.joined(rank.OWN_RANK.get() or planned) as world:
-        environment = world.run_on_all(lambda: load_environment(config.task, config.rollouts, config.evaluation))
-        first = _FirstRank(config, environment, command)
-        try:
-            _train(world, first, replicas, as_json=as_json)
-        finally:
-            if first.directory is not None:
-                first.directory.remove_if_unused()
-
-
-@dataclass
-class _FirstRank:
-    """What only the first rank has: the run directory, and the command of --start-command."""
-
-    chosen: TrainConfig
-    environment: Environment | None
-    command: StartCommand | None
-    directory: RunDirectory | None = None
-
-    def open(self, replicas: Sequence[Running]) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
-        """Check the model, open the run, and try its environment."""
-        from bridge.agents import stream
-        from bridge.modes.shared_vllm import manifest_of
-
-        if replicas:
-            manifest_of(self.chosen.server, self.chosen.model_name, replicas[0].manifest)
-        config, self.directory, checkpoint = open_run(self.chosen, self.environment)
-        check_reachable(config.model_name)
-        if self.environment is not None:
-            num_parts = max((running.manifest.tp_degree for running in replicas), default=1)
-            lengths = [running.manifest.max_model_len for running in replicas if running.manifest.max_model_len]
-            stream.rehearse(
-                config.model_name, config.task, config.sampling, self.environment,
-                max_model_len=min(lengths, default=None), pass_size=num_parts * config.context_parallel_size,
-            )  # fmt: skip
-        return config, self.directory.path, checkpoint
-
-
-def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as_json: bool) -> None:
-    opened = Opened(*world.run_on_rank_zero(lambda: first.open(replicas)))
-    config = opened.train
-    if replicas:
-        config = config.changed(vllm_config_path=replicas[world.dp_rank].path)
-    if not world.is_rank_zero:
-        run = rank_run.join_run_directory(world, opened)
-        train_in(run, config, first.environment, as_json=as_json, resume=opened.resume, ranks=world)
-        return
-    directory, command = first.directory, first.command
-    assert directory is not None, "it was opened"
-    world.barrier()  # the others join the run directory
-    server = (
-        StartedServer(command, directory.server_log, waiting=console.waiting).running() if command else nullcontext()
-    )
-    with (
-        server as process,
-        ending.print_at_end(directory, config.checkpoints),
-    ):
-        train_in(
-            directory, config, first.environment, as_json=as_json, process=process, resume=opened.resume, ranks=world
-        )
+        config = config.changed(gpus=layout.world_size)
+    config.dp_size(layout.tp_size)  # refuses a batch that cannot be divided
+    is_rank = OWN_RANK.get() is not None
+    if not is_rank and layout.world_size > 1:  # before ranks start; a single process asks by itself
+        running_servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
+    servers = RunningServers(replicas, command)
+    Launch(config=config, servers=servers, layout=None if is_rank else layout, as_json=as_json).start()

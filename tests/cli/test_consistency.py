@@ -1,6 +1,6 @@
 """What several hosts must agree on and share, and `bridge verify` of a run's servers.
 
-Not covered: how they meet (`test_launcher.py`), and whole runs (`tests/cpu/test_hosts.py`).
+Not covered: how they meet (`test_rank_launcher.py`), and whole runs (`tests/cpu/test_hosts.py`).
 """
 
 import socket
@@ -23,8 +23,7 @@ from bridge.ranks.world import Ranks
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Holder, Lease, Status
-from bridge_cli import consistency, rank_run, verify
-from bridge_cli.rank_run import check_shared
+from bridge_cli import consistency, rank_process, verify
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import as_json, serving
@@ -79,14 +78,14 @@ def differing(ranks: Ranks, shared: Path) -> list[str]:
         folder = shared / str(ranks.rank)
         acts: list[Callable[[], None]] = [
             lambda: consistency.check(ranks, (), ()),
-            lambda: check_shared(ranks, folder),
+            lambda: consistency.check_shared(ranks, folder),
             lambda: checkpoint.check_on_all_hosts(folder, ranks),
         ]
         for act in acts:
             with pytest.raises(UsageError) as caught:
                 act()
             errors.append(caught.value.message)
-        check_shared(ranks, shared)
+        consistency.check_shared(ranks, shared)
         checkpoint.check_on_all_hosts(shared, ranks)
     return errors
 
@@ -104,11 +103,11 @@ def test_hosts_that_differ_end_in_the_same_line(tmp_path: Path) -> None:
 
 def test_another_host_makes_a_run_directory_unless_it_sees_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
-    assert not rank_run.join_run(folder).is_writer
+    assert not rank_process._run_directory_of_host(folder).is_writer
     assert claim.is_claimed(folder)
     assert mark.kind_of(folder) == "run"
     monkeypatch.setattr(claim, "make", None)  # it is claimed
-    assert rank_run.join_run(folder).path == folder
+    assert rank_process._run_directory_of_host(folder).path == folder
 
 
 @contextmanager

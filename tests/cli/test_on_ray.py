@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import RankError, UsageError
-from bridge_cli import ending, main, on_ray
+from bridge_cli import command_line, main, on_ray
 
 HOST = """
 import json, os, pathlib, signal, sys, time
@@ -53,7 +53,7 @@ def near(cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def placed(folder: Path, then: str, *, restarts: int = 0) -> int:
     given = ("--restarts", str(restarts)) if restarts else ()
-    ending.GIVEN.set(("run", "--ray", "--hosts", "2", "--model", "m", *given, "--", "--enforce-eager"))
+    command_line.ARGUMENTS.set(("run", "--ray", "--hosts", "2", "--model", "m", *given, "--", "--enforce-eager"))
     return on_ray.run(2, restarts, 1, "cpu", program=[sys.executable, "-c", HOST + then, str(folder)])
 
 

@@ -29,7 +29,7 @@ from bridge.processes import accelerator, children
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
-from bridge_cli import launcher
+from bridge_cli import rank_launcher
 from bridge_cli.main import answer
 from tests import forked
 from tests.forked import Command
@@ -320,7 +320,7 @@ def test_hosts_that_cannot_meet_are_refused(
 ) -> None:
     hosts = ("run", "--model", exported.model, "--hosts", "2", "--group-size", "4", "--batch-size", "16")
     assert "needs --rendezvous HOST:PORT, none was given" in bridge.refused(2, *hosts)
-    monkeypatch.setattr(launcher, "LIMIT_S", 1)
+    monkeypatch.setattr(rank_launcher, "LIMIT_S", 1)
     assert "not all 2 hosts came within" in bridge.refused(2, *hosts, "--rendezvous", "127.0.0.1:29411")
     assert "is 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
     assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
@@ -471,13 +471,13 @@ def test_a_manifest_that_cannot_be_written_is_refused(bridge: Bridge, exported: 
 SERVE_SLOWLY = """
 import dataclasses, sys
 from bridge.processes.server_command import ServerCommand
-from bridge_cli import main, serve
+from bridge_cli import main, serve_vllm
 
 def slow(config, flags, **_):
     argv = (sys.executable, "-c", "import sys, time; print('starting', file=sys.stderr, flush=True); time.sleep(600)")
     return dataclasses.replace(ServerCommand.of(config, flags), argv=argv)
 
-serve.prepare = slow
+serve_vllm.prepare = slow
 main.main()
 """
 

@@ -22,7 +22,7 @@ from bridge.core.address import free_port
 from bridge.errors import ServerUnreachableError
 from bridge.processes.leash import GRACE_S
 from bridge.server import manifest
-from bridge_cli.rank import MAIN
+from bridge_cli.rank_process import MAIN
 from tests import scenarios
 from tests.models import tiny
 

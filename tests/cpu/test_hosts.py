@@ -1,6 +1,6 @@
 """`bridge run --hosts 2` on the CPU: two launchers in separate folders of one machine, each with a real vLLM.
 
-Not covered: a network between the hosts (`tests/cli/test_launcher.py`), several ranks on one host
+Not covered: a network between the hosts (`tests/cli/test_rank_launcher.py`), several ranks on one host
 (`tests/cpu/test_gpus.py`).
 """
 

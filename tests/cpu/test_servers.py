@@ -1,6 +1,7 @@
 """Two terminals: `bridge train` on servers that others started, which stay, cut in parts or several of them.
 
-Not covered: which servers are refused (`tests/cli/test_servers.py`), servers that a run starts (`test_gpus.py`).
+Not covered: which servers are refused (`tests/cli/test_running_servers.py`), and servers that a run starts
+(`test_gpus.py`).
 """
 
 import json

@@ -40,10 +40,10 @@ INTO_THE_NEXT_BATCH_S = 0.3
 COMMAND = "from bridge_cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
-from bridge_cli import main, rank_run
-class StartedServer(rank_run.StartedServer):
-    __init__ = functools.partialmethod(rank_run.StartedServer.__init__, hang_limit_s={HANG_LIMIT_S})
-rank_run.StartedServer = StartedServer
+from bridge_cli import main, started_servers
+class StartedServer(started_servers.StartedServer):
+    __init__ = functools.partialmethod(started_servers.StartedServer.__init__, hang_limit_s={HANG_LIMIT_S})
+started_servers.StartedServer = StartedServer
 main.main()
 """
 """The same command, with shorter time limits."""

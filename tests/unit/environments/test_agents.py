@@ -12,7 +12,7 @@ from bridge.config import EvaluationConfig, TaskConfig, TrainConfig
 from bridge.core.http_limits import Refusal
 from bridge.errors import RewardError, UsageError
 from bridge.types import Completion
-from bridge_cli.training import load_environment
+from bridge_cli.task_environment import load_environment
 from bridge_environments import registry
 from tests.models import chat, tiny
 from tests.unit.environments.test_tools import ITERATES, SCORES, rehearsed

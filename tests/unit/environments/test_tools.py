@@ -17,7 +17,7 @@ from bridge.agents.tools import LONGEST_ANSWER, Tools, awaited
 from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
-from bridge_cli.training import load_environment
+from bridge_cli.task_environment import load_environment
 from bridge_environments import registry
 from tests.logged import logged
 from tests.models import chat, tiny

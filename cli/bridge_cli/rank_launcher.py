@@ -1,7 +1,8 @@
 """Start, number, watch and restart the ranks of a run on this host, by TorchElastic.
 
-Each rank is a process with this process's command line (`rank.main`). It exits with 0 unless a restart could help:
-only when a rank or a host was lost does TorchElastic see a failure, and restart all ranks from the newest checkpoint.
+Each rank is a process with this process's command line (`rank_process.main`). It exits with 0 unless a restart could
+help: only when a rank or a host was lost does TorchElastic see a failure, and restart all ranks from the newest
+checkpoint.
 
 On one host the rendezvous is a file, which no other user can reach. Several hosts meet at --rendezvous, torch's own
 store, which trusts everything that reaches it.
@@ -35,9 +36,9 @@ from bridge.errors import BridgeError, RankError, UsageError
 from bridge.processes import children
 from bridge.ranks.groups import tcp_keepalive
 from bridge.ranks.world import INTERFACES, LOOPBACK
-from bridge_cli import console, ending
-from bridge_cli.layout import Layout
-from bridge_cli.rank import MAIN, OF_ELASTIC
+from bridge_cli import command_line, console
+from bridge_cli.rank_gpus import RankLayout
+from bridge_cli.rank_process import MAIN, OF_ELASTIC
 
 RUN_ID = "bridge"
 LIMIT_S = 600
@@ -138,7 +139,7 @@ class Agent(LocalElasticAgent):
             time.sleep(POLL_S)
 
 
-def launch(layout: Layout) -> int:
+def launch(layout: RankLayout) -> int:
     """Run the ranks of this host, and return the exit code of the run.
 
     Raises:
@@ -182,7 +183,7 @@ def _note_interrupt(scratch: Path) -> None:
         console.note("interrupted")
 
 
-def _spec(layout: Layout, handler: Any, scratch: Path) -> WorkerSpec:
+def _spec(layout: RankLayout, handler: Any, scratch: Path) -> WorkerSpec:
     variables = {name: os.environ[name] for name in OF_ELASTIC if name in os.environ}
     if interface := _interface(layout):
         variables |= {name: os.environ.get(name, interface) for name in INTERFACES}
@@ -196,7 +197,7 @@ def _spec(layout: Layout, handler: Any, scratch: Path) -> WorkerSpec:
         role="rank",
         local_world_size=len(layout.gpus),
         entrypoint=sys.executable,
-        args=(*leash, *python, json.dumps(settings), *ending.GIVEN.get()),
+        args=(*leash, *python, json.dumps(settings), *command_line.ARGUMENTS.get()),
         rdzv_handler=handler,
         max_restarts=layout.restarts,
         monitor_interval=POLL_S,
@@ -213,7 +214,7 @@ def _prepare_elastic() -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the store of lost ranks is not used again
 
 
-def _rendezvous(layout: Layout, scratch: Path) -> RendezvousParameters:
+def _rendezvous(layout: RankLayout, scratch: Path) -> RendezvousParameters:
     """Return how the hosts meet: the first one, whose address sorts before the others' names, has --rendezvous."""
     options: dict[str, Any] = {"join_timeout": LIMIT_S, "read_timeout": LIMIT_S}
     if layout.hosts == 1:
@@ -225,7 +226,7 @@ def _rendezvous(layout: Layout, scratch: Path) -> RendezvousParameters:
     return RendezvousParameters("c10d", f"{host}:{port}", RUN_ID, layout.hosts, layout.hosts, **options)
 
 
-def address(layout: Layout) -> tuple[str, int]:
+def address(layout: RankLayout) -> tuple[str, int]:
     """Return the host and the port of --rendezvous.
 
     Raises:
@@ -272,7 +273,7 @@ def _can_listen(host: str, port: int) -> bool:
     return True
 
 
-def _interface(layout: Layout) -> str | None:
+def _interface(layout: RankLayout) -> str | None:
     """Return the network interface on which this host's ranks reach the others; None if it is not known."""
     if layout.hosts == 1:
         return "lo"
@@ -286,7 +287,7 @@ def _interface(layout: Layout) -> str | None:
     return next(named, None)
 
 
-def _not_met(layout: Layout, error: RendezvousError, seconds: float) -> BridgeError:
+def _not_met(layout: RankLayout, error: RendezvousError, seconds: float) -> BridgeError:
     reason = f"not all {layout.hosts} hosts came within {seconds:.0f} s"
     if not isinstance(error, RendezvousTimeoutError):
         reason = f"no host of the run answers there: {error.__cause__ or error}".splitlines()[0]

@@ -14,9 +14,9 @@ from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Holder, Lease, Status
-from bridge_cli import servers
-from bridge_cli.layout import Layout
-from bridge_cli.servers import Running
+from bridge_cli import rank_gpus, running_servers
+from bridge_cli.rank_gpus import RankLayout
+from bridge_cli.running_servers import RunningServer
 from tests.unit.checks_sample import cuda_handle, manifest
 
 OTHER = ProcessIdentity.current().model_copy(update={"start_ticks": 1})
@@ -54,12 +54,14 @@ def config(*named: object, **choices: Any) -> TrainConfig:
     return TrainConfig.of(model_name="tiny", **servers_option, **choices)
 
 
-def running(config: TrainConfig) -> list[Running]:
-    return servers.running(config.server, attaches=config.needs_patched_server)
+def running(config: TrainConfig) -> list[RunningServer]:
+    return running_servers.find(config.server, attaches=config.needs_patched_server)
 
 
-def planned_for(config: TrainConfig) -> Layout:
-    return servers.layout(running(config), config.tp_size, config.restarts)
+def planned_for(config: TrainConfig) -> RankLayout:
+    return rank_gpus.of_running(
+        [server.manifest for server in running(config)], config.tp_size, cp_size=1, restarts=config.restarts
+    )
 
 
 def refusal(config: TrainConfig) -> str:
@@ -159,9 +161,9 @@ def test_servers_in_use_are_refused(
     fixed = Status(model="tiny", version=3, state="serving", server=OTHER)
     monkeypatch.setattr(BridgeClient, "status", lambda _: fixed)
     replicas = running(config("9001", "9002"))
-    servers.check_free(replicas, 1.0, resumes=False)
+    running_servers.check_free(replicas, 1.0, resumes=False)
     monkeypatch.setattr(BridgeClient, "status", lambda _: fixed.model_copy(update=status))
     with pytest.raises(AttachError, match=re.escape(words)):
-        servers.check_free(replicas, 1.0, resumes=False)
+        running_servers.check_free(replicas, 1.0, resumes=False)
     if "lease" not in status:
-        servers.check_free(replicas, 1.0, resumes=True)
+        running_servers.check_free(replicas, 1.0, resumes=True)

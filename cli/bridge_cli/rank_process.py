@@ -1,8 +1,12 @@
 """One rank of a run, as the launcher starts it: a process with the user's command line.
 
-Not covered: how ranks are started and restarted (`launcher.py`), what each does (`rank_run.py`).
+The first rank of a host prints, the others write to `ranks/` in the run directory.
+
+Not covered: how ranks are started and restarted (`rank_launcher.py`), what each does (`launch.py`), and what they
+exchange (`bridge/ranks/world.py`).
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -10,21 +14,23 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.core import atomic_file
+from bridge.checkpoints.run_directory import RunDirectory
+from bridge.core import atomic_file, claim, mark
 from bridge.errors import RankError
 from bridge.processes.leash import PR_SET_PDEATHSIG
-from bridge_cli import ending, signals
-from bridge_cli.layout import VISIBLE
+from bridge_cli import command_line, signals
+from bridge_cli.rank_gpus import VISIBLE
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
 
-MAIN = "from bridge_cli.rank import main; main()"
+MAIN = "from bridge_cli.rank_process import main; main()"
 OF_ELASTIC = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -116,6 +122,50 @@ OWN_RANK: ContextVar[OwnRank | None] = ContextVar("OWN_RANK", default=None)
 """None: the user started this process."""
 
 
+@contextlib.contextmanager
+def joined() -> "Iterator[Ranks]":
+    """Yield the ranks of the run: this process alone if the user started it.
+
+    A rank that lost another one reports it to the launcher, and exits.
+    """
+    from bridge.ranks.world import ALONE
+
+    own = OWN_RANK.get()
+    if own is None:
+        yield ALONE
+        return
+    ranks = ALONE
+    try:
+        ranks = own.join()
+        yield ranks
+    except RankError as error:
+        own.report(LOST, error)
+        sys.exit(LOST)
+    finally:
+        ranks.close()
+
+
+def join_run_directory(ranks: "Ranks", path: Path) -> RunDirectory:
+    """Return the run directory as any rank but the first, and write this rank's output there."""
+    own = OWN_RANK.get()
+    assert own is not None, "the launcher started it"
+    if own.local_rank == 0:
+        return ranks.run_on_all(lambda: _run_directory_of_host(path))
+    ranks.barrier()
+    run = RunDirectory.join(path)
+    run.ranks.mkdir(exist_ok=True)
+    own.log_to(run.ranks / f"{own.rank}.log", moves=True)
+    return run
+
+
+def _run_directory_of_host(path: Path) -> RunDirectory:
+    """Return the run directory on another host than the first, or the first one's if both see it."""
+    if not (path.is_dir() and claim.is_claimed(path)):
+        claim.make(path, what="run directory", flag="--run-dir")
+        mark.put(path, "run")
+    return RunDirectory.join(path)
+
+
 def main() -> None:
     """Run the command that the launcher was given, as one of its ranks, and exit."""
     from bridge_cli import main as command
@@ -131,6 +181,6 @@ def main() -> None:
     on_signal = signals.prepare()
     OWN_RANK.set(rank)
     if rank.run_dir.exists():
-        arguments = ending.with_choices(arguments, {"run_dir": str(rank.run_dir.resolve())})
+        arguments = command_line.with_choices(arguments, {"run_dir": str(rank.run_dir.resolve())})
     rank.report(on_signal.finish(command.answer(arguments)))
     signals.leave(0)

@@ -1,4 +1,7 @@
-"""Open a run: its directory, its checkpoints and, with `--resume`, the run and checkpoint that it resumes."""
+"""Open a run: its directory, its checkpoints and, with `--resume`, the run and checkpoint that it resumes.
+
+Not covered: going back to the checkpoint's state (`bridge/run/resuming.py`).
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +13,8 @@ from bridge.config import TrainConfig
 from bridge.core import claim, mark
 from bridge.errors import UsageError
 from bridge.types import Environment
-from bridge_cli import console, rank
+from bridge_cli import console
+from bridge_cli.rank_process import OWN_RANK
 
 if TYPE_CHECKING:
     from bridge.checkpoints.checkpoint import SavedCheckpoint
@@ -57,7 +61,7 @@ def open_run(
     elif config.resume:
         console.note(f"no checkpoint to resume from in {folder or RUNS}: starting at step 1")
     directory = dataclasses.replace(run, made=(*run.made, *made), chosen=config)
-    if (own_rank := rank.OWN_RANK.get()) is not None:
+    if (own_rank := OWN_RANK.get()) is not None:
         own_rank.keep(run.path)
     return config.changed(run_dir=run_dir, save_path=folder or run.checkpoints), directory, checkpoint
 

@@ -17,7 +17,7 @@ from bridge.config import TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
 from bridge_cli import console
-from bridge_cli.resume import open_run
+from bridge_cli.open_or_resume import open_run
 from tests.cli.test_run_directory import metrics, steps
 from tests.unit.core.test_claim import held
 

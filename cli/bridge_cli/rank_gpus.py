@@ -1,20 +1,21 @@
 """How many ranks a run has, which of them share a server, and which GPUs those of this host have."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bridge.checks import model
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.processes import accelerator
+from bridge.server.manifest import Manifest
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """The ranks of one host, and how they meet those of the others."""
 
     tp_size: int
@@ -66,8 +67,10 @@ def check_divides(name: str, parts: int, num_slices: int = 1) -> None:
         )
 
 
-def of(train: TrainConfig, serve: ServeConfig) -> Layout:
-    """Return the ranks of this host.
+def of_started(train: TrainConfig, serve: ServeConfig) -> RankLayout:
+    """Return the ranks of this host for servers that it starts: each rank has a GPU.
+
+    With `--tensor-parallel-size T` the ranks of T GPUs in a row share a server, otherwise each has its own.
 
     Raises:
         UsageError: there are fewer GPUs, or no whole number of servers has them.
@@ -88,7 +91,28 @@ def of(train: TrainConfig, serve: ServeConfig) -> Layout:
     if tp_size * dp_size * train.hosts > 1:
         device, _ = accelerator.choose(serve.device)
         gpus = _visible(tp_size * dp_size, tp_size, train.gpus, device)
-    return Layout(tp_size, device, gpus, train.hosts, train.rendezvous, train.restarts, train.context_parallel_size)
+    return RankLayout(tp_size, device, gpus, train.hosts, train.rendezvous, train.restarts, train.context_parallel_size)
+
+
+def of_running(
+    servers: Sequence[Manifest], tp_size_of: Callable[[int], int], *, cp_size: int, restarts: int
+) -> RankLayout:
+    """Return the ranks for servers that run: one for each part of a server's weights, on the part's GPU.
+
+    There is one for each server that trains elsewhere. `tp_size_of` returns the number of ranks that train on a server
+    with this many shards.
+
+    Raises:
+        UsageError: what is trained cannot be cut into parts.
+    """
+    if not servers:
+        return RankLayout(1, "", [None], cp_size=cp_size)
+    tp_size = tp_size_of(len(servers[0].shards))
+    if servers[0].backend == "shared_memory":
+        return RankLayout(tp_size, "cpu", [None] * (tp_size * len(servers)), restarts=restarts, cp_size=cp_size)
+    visible = [",".join(str(shard.gpu_uuid) for shard in server.shards) for server in servers]
+    gpus = [uuids for uuids in visible for _ in range(tp_size)]
+    return RankLayout(tp_size, "cuda", gpus if len(gpus) > 1 else [None], restarts=restarts, cp_size=cp_size)
 
 
 def _visible(count: int, tp_size: int, requested: int, device: str) -> list[str | None]:

@@ -1,7 +1,7 @@
 """Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,8 @@ import pytest
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.processes import accelerator
-from bridge.processes.server_command import ServerCommand
-from bridge.ranks.world import Ranks
-from bridge_cli import layout, rank_run
-from bridge_cli.layout import VISIBLE, Layout
-from bridge_cli.rank_run import Job, Opened
+from bridge_cli import rank_gpus
+from bridge_cli.rank_gpus import VISIBLE, RankLayout
 
 
 @pytest.fixture
@@ -24,9 +21,9 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "7,6,5,4,3,2,1,0")
 
 
-def layout_of(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> Layout:
+def layout_of(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> RankLayout:
     train = TrainConfig.of(model_name="m", **choices)
-    return layout.of(train, ServeConfig(model="m", port=port, tensor_parallel_size=num_parts))
+    return rank_gpus.of_started(train, ServeConfig(model="m", port=port, tensor_parallel_size=num_parts))
 
 
 def gpus_of(num_parts: int = 1, **choices: Any) -> list[str | None]:
@@ -35,7 +32,7 @@ def gpus_of(num_parts: int = 1, **choices: Any) -> list[str | None]:
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_replica_and_its_server_see_the_same_gpus() -> None:
-    assert layout_of(2, gpus=4) == Layout(2, "cuda", ["7,6", "7,6", "5,4", "5,4"])
+    assert layout_of(2, gpus=4) == RankLayout(2, "cuda", ["7,6", "7,6", "5,4", "5,4"])
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -47,7 +44,7 @@ def test_a_rank_has_its_own_gpu_without_tensor_parallelism() -> None:
 @pytest.mark.usefixtures("eight_gpus")
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_one_replica_has_as_many_ranks_as_its_server(mode: str) -> None:
-    assert layout_of(4, mode=mode) == Layout(4, "cuda", ["7,6,5,4"] * 4)
+    assert layout_of(4, mode=mode) == RankLayout(4, "cuda", ["7,6,5,4"] * 4)
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "none"])
@@ -55,10 +52,10 @@ def test_one_replica_has_as_many_ranks_as_its_server(mode: str) -> None:
 def test_heads_that_parts_do_not_divide_are_refused(tmp_path: Path, mode: Any, nest: Callable[[Any], Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(nest({"num_attention_heads": 12})))
     train, model = TrainConfig.of(model_name=str(tmp_path), mode=mode), str(tmp_path)
-    layout.check_divides(model, 6)
+    rank_gpus.check_divides(model, 6)
     assert train.tp_size(6) == (1 if mode == "none" else 6)
     with pytest.raises(UsageError, match="--tensor-parallel-size 8 does not divide the 12 attention heads") as caught:
-        layout.check_divides(model, 8)
+        rank_gpus.check_divides(model, 8)
     assert caught.value.hint == "--tensor-parallel-size 6"
 
 
@@ -73,10 +70,10 @@ def test_what_vllm_cannot_cut_is_refused_with_one_that_fits(
 ) -> None:
     names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
     (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, widths, strict=True))))
-    layout.check_divides(str(tmp_path), fitting)
+    rank_gpus.check_divides(str(tmp_path), fitting)
     if undivided:
         with pytest.raises(UsageError, match=f"does not divide the {undivided}") as caught:
-            layout.check_divides(str(tmp_path), parts)
+            rank_gpus.check_divides(str(tmp_path), parts)
         assert caught.value.hint == f"--tensor-parallel-size {fitting}"
 
 
@@ -108,35 +105,6 @@ def test_each_rank_trains_on_its_servers_gpu(device: str) -> None:
         return
     with pytest.raises(ValueError, match="--trainer-device cuda:1 trains on one GPU, found --gpus 2"):
         TrainConfig.of(**choices)
-
-
-@pytest.mark.parametrize(
-    ("choices", "is_patched", "is_known"),
-    [
-        ({"mode": "none"}, False, False),
-        ({"mode": "none", "reload": "in-place"}, True, False),
-        ({"rollouts": "atropos"}, True, True),
-    ],
-    ids=["stock", "in place", "atropos"],
-)
-def test_a_rank_starts_the_server_that_its_mode_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], is_patched: bool, is_known: bool
-) -> None:
-    started = list[tuple[int, bool]]()
-
-    def prepare(serve: ServeConfig, _: Sequence[str], *, shares_weights: bool, trainer: TrainConfig) -> ServerCommand:
-        started.append((serve.port, shares_weights))
-        return ServerCommand.of(serve, [], shares_weights=shares_weights, trainer=trainer)
-
-    monkeypatch.setattr(rank_run, "prepare", prepare)
-    train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
-    job = Job(serve=ServeConfig(model="m", port=9001), chosen=train, environment=None, start_limit_s=1)
-    opened = Opened(train=train, run_dir=tmp_path, resume=None)
-    path = tmp_path / "2" / "manifest"
-    assert rank_run._command(Ranks(2, 4), job, opened, path).manifest == path
-    ((port, shares),) = started
-    assert shares is is_patched
-    assert (port == 9003) is is_known
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -183,9 +151,9 @@ def test_models_that_slices_cannot_cut_are_refused_before_vllm_starts(
     tmp_path: Path, config: dict[str, Any], size: int, message: str, hint: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    layout.check_cuts(str(tmp_path), 1)
+    rank_gpus.check_cuts(str(tmp_path), 1)
     with pytest.raises(UsageError, match=f"--context-parallel-size {message}") as caught:
-        layout.check_cuts(str(tmp_path), size)
+        rank_gpus.check_cuts(str(tmp_path), size)
     assert caught.value.hint == hint
 
 
@@ -205,7 +173,7 @@ def test_a_host_has_the_gpus_of_all_its_servers() -> None:
 
 def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "no GPU"))
-    assert layout_of(2, gpus=4) == Layout(2, "cpu", [None] * 4)
+    assert layout_of(2, gpus=4) == RankLayout(2, "cpu", [None] * 4)
 
 
 @pytest.mark.parametrize(

@@ -1,46 +1,15 @@
-"""The last lines of a run, however it ends: its checkpoint, and the commands to resume it and to report on it."""
+"""The command line of this process, and how to repeat it with other choices."""
 
 import shlex
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bridge.core import redaction
-from bridge_cli import console
 
-if TYPE_CHECKING:
-    from bridge.checkpoints.run_directory import RunDirectory
-    from bridge.config import CheckpointConfig
-
-GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
+ARGUMENTS: ContextVar[tuple[str, ...]] = ContextVar("ARGUMENTS", default=("train",))
 """The arguments of this process."""
-
-
-@contextmanager
-def print_at_end(run: "RunDirectory", checkpoints: "CheckpointConfig") -> Iterator[None]:
-    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken."""
-    try:
-        yield
-    finally:
-        if run.metrics.exists():
-            from bridge.checkpoints import checkpoint
-            from bridge.modes import WAYS
-
-            assert run.chosen is not None, "it was opened"
-            prefix, steps = WAYS[run.chosen.way].checkpoint_prefix, run.chosen.training_steps
-            saved = checkpoint.numbered(checkpoints.save_path or run.checkpoints, prefix)
-            if whole := [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]:
-                last = max(whole)
-                console.note(f"checkpoint: {saved[last]}")
-                if checkpoints.save_optimizer:
-                    further = last + steps if last >= steps else None
-                    command = resume_command(GIVEN.get(), run.path, training_steps=further)
-                    label = "resume:" if further is None else "longer:"  # all steps were taken
-                    console.note(f"{label}     {command}")
-            console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
 
 
 def resume_command(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:

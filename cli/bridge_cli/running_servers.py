@@ -1,17 +1,25 @@
-"""Find the running servers that `bridge train` trains on. It neither starts nor stops them."""
+"""The running servers that `bridge train` trains on: which they are, and whether they can be trained together."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bridge.config import ServerConfig
+from bridge.checkpoints.run_directory import RunDirectory
+from bridge.config import ServerConfig, TrainConfig
 from bridge.core import paths
 from bridge.errors import ManifestError, UsageError
+from bridge.processes.server_command import StartCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import check_reachable
 from bridge.server import discovery
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
-from bridge_cli.layout import Layout
+from bridge_cli import console
+from bridge_cli.launch import ReplicaServer, Servers
+
+if TYPE_CHECKING:
+    from bridge.ranks.world import Ranks
 
 SAME: dict[str, Callable[[Manifest], Any]] = {
     "model": lambda manifest: manifest.model,
@@ -23,15 +31,51 @@ SAME: dict[str, Callable[[Manifest], Any]] = {
 """What all servers of a run must have in common."""
 
 
-class Running(NamedTuple):
+class RunningServer(NamedTuple):
     """A live server of Bridge."""
 
     path: Path
-    """Of its manifest."""
+    """Its manifest's path."""
     manifest: Manifest
 
 
-def running(server: ServerConfig, *, attaches: bool) -> list[Running]:
+class RunningServers(Servers):
+    """A running server for each replica; or the one that `--start-command` starts, and starts again."""
+
+    def __init__(self, replicas: Sequence[RunningServer], command: StartCommand | None) -> None:
+        self._replicas = replicas
+        self._command = command
+
+    @property
+    def tp_degree(self) -> int:
+        return max((server.manifest.tp_degree for server in self._replicas), default=1)
+
+    @property
+    def max_model_len(self) -> int | None:
+        lengths = (server.manifest.max_model_len for server in self._replicas)
+        return min((length for length in lengths if length), default=None)
+
+    def check(self, config: TrainConfig) -> None:
+        from bridge.modes.shared_vllm import manifest_of
+
+        if self._replicas:
+            manifest_of(config.server, config.model_name, self._replicas[0].manifest)
+
+    def prepare(self, config: TrainConfig) -> TrainConfig:
+        check_reachable(config.model_name)
+        return config
+
+    @contextlib.contextmanager
+    def serving(self, world: "Ranks", config: TrainConfig, run: RunDirectory) -> Iterator[ReplicaServer]:  # noqa: ARG002  a server that runs needs no choices
+        choices = {"vllm_config_path": self._replicas[world.dp_rank].path} if self._replicas else {}
+        if self._command is None:
+            yield ReplicaServer(choices, None)
+            return
+        with StartedServer(self._command, run.server_log, waiting=console.waiting).running() as process:
+            yield ReplicaServer(choices, process)
+
+
+def find(server: ServerConfig, *, attaches: bool) -> list[RunningServer]:
     """Return the servers to train on, one for each replica; none if the mode does not attach, or there is none.
 
     Raises:
@@ -42,35 +86,16 @@ def running(server: ServerConfig, *, attaches: bool) -> list[Running]:
     if not attaches:
         return []
     if not names:
-        with suppress(ManifestError):  # the mode raises it, after what is wrong with the command itself
+        with contextlib.suppress(ManifestError):  # the mode raises it, after what is wrong with the command itself
             path = manifests.find(server.config_path)
-            return [Running(path, manifests.load(path))]
+            return [RunningServer(path, manifests.load(path))]
         return []
-    replicas = [_running(name) for name in names]
+    replicas = [_named(name) for name in names]
     _check(names, replicas)
     return replicas
 
 
-def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restarts: int) -> Layout:
-    """Return one rank for each part of each server's weights, on the part's GPU; one a server if it trains elsewhere.
-
-    `tp_size_of` returns the number of ranks that train on a server with this many shards.
-
-    Raises:
-        UsageError: what is trained cannot be cut into parts.
-    """
-    if not servers:
-        return Layout(1, "", [None])
-    first = servers[0].manifest
-    tp_size = tp_size_of(len(first.shards))
-    if first.backend == "shared_memory":
-        return Layout(tp_size, "cpu", [None] * (tp_size * len(servers)), restarts=restarts)
-    visible = [",".join(str(shard.gpu_uuid) for shard in server.manifest.shards) for server in servers]
-    gpus = [uuids for uuids in visible for _ in range(tp_size)]
-    return Layout(tp_size, "cuda", gpus if len(gpus) > 1 else [None], restarts=restarts)
-
-
-def check_free(servers: Sequence[Running], timeout_s: float, *, resumes: bool) -> None:
+def check_free(servers: Sequence[RunningServer], timeout_s: float, *, resumes: bool) -> None:
     """Check that no trainer updates the servers, and that their weights are complete unless a checkpoint replaces them.
 
     Raises:
@@ -87,13 +112,13 @@ def check_free(servers: Sequence[Running], timeout_s: float, *, resumes: bool) -
             status.refuse_torn()
 
 
-def _running(name: str) -> Running:
+def _named(name: str) -> RunningServer:
     """Return the server of a manifest, by its path, or of an address."""
     port = name.rpartition(":")[2]
     if not port.isdecimal() or paths.expanded(name).exists():
         path = manifests.find(paths.expanded(name))
-        return Running(path, manifests.load(path))
-    listed = {manifest.url: Running(path, manifest) for path, manifest in discovery.running().items()}
+        return RunningServer(path, manifests.load(path))
+    listed = {manifest.url: RunningServer(path, manifest) for path, manifest in discovery.running().items()}
     same_port = {url: server for url, server in listed.items() if url.rpartition(":")[2] == port}
     if name.isdecimal() and len(same_port) == 1:
         return next(iter(same_port.values()))
@@ -107,7 +132,7 @@ def _running(name: str) -> Running:
     return listed[url]
 
 
-def _check(names: Sequence[str], servers: Sequence[Running]) -> None:
+def _check(names: Sequence[str], servers: Sequence[RunningServer]) -> None:
     for number, server in enumerate(servers):
         same = [names[other] for other in range(number) if servers[other].manifest.server == server.manifest.server]
         if same:

@@ -19,22 +19,22 @@ import psutil
 import pytest
 
 from bridge.errors import UsageError
-from bridge_cli import launcher
-from bridge_cli.layout import Layout
-from bridge_cli.rank import OwnRank
+from bridge_cli import rank_launcher
+from bridge_cli.rank_gpus import RankLayout
+from bridge_cli.rank_process import OwnRank
 
 LIMIT_S = 120.0
 LAUNCHER = """
 import json, sys
 from bridge.errors import BridgeError
-from bridge_cli import console, ending, launcher, signals
-from bridge_cli.layout import Layout
+from bridge_cli import command_line, console, rank_launcher, signals
+from bridge_cli.rank_gpus import RankLayout
 
-launcher.MAIN, choices, count, folder = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-ending.GIVEN.set(("run", "--note", folder))
+rank_launcher.MAIN, choices, count, folder = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+command_line.ARGUMENTS.set(("run", "--note", folder))
 signals.prepare()
 try:
-    sys.exit(launcher.launch(Layout(1, "cpu", [None] * count, **choices)))
+    sys.exit(rank_launcher.launch(RankLayout(1, "cpu", [None] * count, **choices)))
 except BridgeError as error:
     console.error(error.message, error.hint)
     sys.exit(error.exit_code)
@@ -43,14 +43,14 @@ RANK = """
 import os, signal, socket, sys, time
 from pathlib import Path
 from bridge.errors import BridgeError, RankError, UsageError
-from bridge_cli import console, main, rank, rank_run
+from bridge_cli import console, main, rank_process
 
 def answer(arguments):
-    own_rank = rank.OWN_RANK.get()
+    own_rank = rank_process.OWN_RANK.get()
     folder = Path(arguments[arguments.index("--note") + 1])
     resumes = "--resume" in arguments
     try:
-        with rank_run.joined(own_rank) as world:
+        with rank_process.joined() as world:
             world.run_on_rank_zero(lambda: own_rank.keep(folder))
             act(world, folder, resumes, arguments)
     except BridgeError as error:
@@ -70,7 +70,7 @@ def hang(world, folder):
 def act(world, folder, resumes, arguments):
 BODY
 main.answer = answer
-rank.main()
+rank_process.main()
 """
 
 
@@ -345,7 +345,7 @@ def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_pat
 @pytest.mark.parametrize("given", [None, "gpu-1", "gpu-1:", ":29400", "gpu-1:0", "gpu-1:99999", "gpu-1:http"])
 def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None:
     with pytest.raises(UsageError, match="--hosts 2 needs --rendezvous HOST:PORT"):
-        launcher.address(Layout(1, "cpu", [None], hosts=2, rendezvous=given))
+        rank_launcher.address(RankLayout(1, "cpu", [None], hosts=2, rendezvous=given))
 
 
 @pytest.mark.parametrize(
@@ -357,11 +357,11 @@ def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None
 )
 def test_an_address_that_no_other_host_can_use_is_refused(given: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        launcher.address(Layout(1, "cpu", [None], hosts=2, rendezvous=given))
+        rank_launcher.address(RankLayout(1, "cpu", [None], hosts=2, rendezvous=given))
 
 
 def test_a_name_of_the_loopback_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with pytest.raises(UsageError, match=r"gpu-1:29400 is 127\.0\.1\.1 on this host, where no other"):
-        launcher.address(Layout(1, "cpu", [None], hosts=2, rendezvous="gpu-1:29400"))
+        rank_launcher.address(RankLayout(1, "cpu", [None], hosts=2, rendezvous="gpu-1:29400"))

@@ -1,0 +1,206 @@
+"""A training job as `bridge run` and `bridge train` launch it: its ranks, its servers, its run directory and its end.
+
+Not covered: which GPUs a rank gets (`rank_gpus.py`), the training itself (`bridge/run/trainer.py`).
+"""
+
+import abc
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bridge.checkpoints.run_directory import RunDirectory, labelled_json
+from bridge.config import ServeConfig, TrainConfig
+from bridge.types import Environment
+from bridge_cli import consistency, console, live, rank_process
+from bridge_cli.open_or_resume import open_run
+from bridge_cli.rank_gpus import RankLayout
+from bridge_cli.run_ending import print_ending
+from bridge_cli.task_environment import load_environment
+
+if TYPE_CHECKING:
+    from bridge.checkpoints.checkpoint import SavedCheckpoint
+    from bridge.checkpoints.metrics import Summary
+    from bridge.modes.mode import ServerProcess
+    from bridge.ranks.world import Ranks
+
+
+class ReplicaServer(NamedTuple):
+    """The server that a replica trains on."""
+
+    choices: Mapping[str, Any]
+    """Choices of a `TrainConfig` by which the trainer finds it."""
+    process: "ServerProcess | None"
+    """None: Bridge did not start it."""
+
+
+class Servers(abc.ABC):
+    """The servers of a job: those that it starts (`started_servers.py`), or that run already (`running_servers.py`)."""
+
+    serve: ServeConfig | None = None
+    """The user's choices for servers that are started."""
+    vllm_flags: Sequence[str] = ()
+
+    @property
+    @abc.abstractmethod
+    def tp_degree(self) -> int:
+        """GPUs that share the weights of one server."""
+
+    @property
+    @abc.abstractmethod
+    def max_model_len(self) -> int | None:
+        """Longest sequence of the servers in tokens; None: unknown."""
+
+    def preloading(self) -> contextlib.AbstractContextManager[object]:
+        """Import vLLM in the background, in a process that this block may turn into a server."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def check(self, config: TrainConfig) -> None:
+        """Refuse a model or an adapter that these servers cannot serve; called on every rank."""
+
+    @abc.abstractmethod
+    def prepare(self, config: TrainConfig) -> TrainConfig:
+        """Check all that can be known before vLLM starts, and return choices that fit the servers; on the first rank.
+
+        The run was opened.
+        """
+
+    def record(self, config: TrainConfig, run: RunDirectory) -> None:  # noqa: B027  running servers record nothing
+        """Write down how the servers will be started; on the first rank."""
+
+    @abc.abstractmethod
+    def serving(
+        self, world: "Ranks", config: TrainConfig, run: RunDirectory
+    ) -> contextlib.AbstractContextManager[ReplicaServer]:
+        """Yield the server of this rank's replica, which serves during the block."""
+
+
+class Opened(NamedTuple):
+    """What the first rank opened for all ranks."""
+
+    config: TrainConfig
+    """With derived values."""
+    run_dir: Path
+    resume: "SavedCheckpoint | None"
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """A training job: what is started for it, and how it ends."""
+
+    config: TrainConfig
+    """What the user chose."""
+    servers: Servers
+    layout: RankLayout | None
+    """The ranks of this host, which are started first; None: this process is one of them."""
+    as_json: bool
+    directory: RunDirectory | None = field(default=None, init=False)
+    """The run directory, once the first rank has opened it."""
+
+    def start(self) -> None:
+        """Train, and print how the run can be resumed, however it ends.
+
+        With several ranks the process that the user started launches them, and exits when they have ended.
+
+        Raises:
+            BridgeError: ranks cannot be started, or were lost; or the training failed.
+        """
+        start_ranks(self.layout)
+        with self.servers.preloading(), rank_process.joined() as world:
+            try:
+                self._train(world)
+            finally:
+                if self.directory is not None:
+                    self.directory.remove_if_unused()
+
+    def _train(self, world: "Ranks") -> None:
+        from bridge.checkpoints import checkpoint
+
+        chosen = self.config
+        if chosen.hosts > 1:
+            choices = [chosen] if self.servers.serve is None else [chosen, self.servers.serve]
+            consistency.check(world, choices, self.servers.vllm_flags)
+        environment = world.run_on_all(lambda: load_environment(chosen.task, chosen.rollouts, chosen.evaluation))
+        self.servers.check(chosen)
+        config, run_dir, resume = world.run_on_rank_zero(lambda: self._open(environment))
+        if chosen.hosts > 1 and chosen.restarts:
+            assert config.checkpoints.save_path is not None, "derived from the run directory"
+            consistency.check_shared(world, config.checkpoints.save_path)
+        if resume is not None:
+            checkpoint.check_on_all_hosts(resume.folder, world)
+        run = self.directory or rank_process.join_run_directory(world, run_dir)
+        if world.is_rank_zero:
+            world.barrier()  # the others join the run directory
+        try:
+            with self.servers.serving(world, config, run) as server:
+                train_on(server, config, environment, run, resume=resume, ranks=world, as_json=self.as_json)
+        finally:
+            if world.is_rank_zero:
+                print_ending(run, config.checkpoints)
+
+    def _open(self, environment: Environment | None) -> Opened:
+        """Open the run, and check all that can be known before vLLM starts; on the first rank."""
+        from bridge.agents import stream
+
+        config, self.directory, resume = open_run(self.config, environment)
+        config = self.servers.prepare(config)
+        if environment is not None:
+            stream.rehearse(
+                config.model_name, config.task, config.sampling, environment,
+                max_model_len=self.servers.max_model_len,
+                pass_size=self.servers.tp_degree * config.context_parallel_size,
+            )  # fmt: skip
+        self.servers.record(config, self.directory)
+        return Opened(config, self.directory.path, resume)
+
+
+def start_ranks(layout: RankLayout | None) -> None:
+    """Run the ranks of this host as processes of their own, and exit as they do; return if there is only this process.
+
+    Raises:
+        BridgeError: they cannot be started, or were lost.
+    """
+    if layout is not None and layout.world_size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+        from bridge_cli import rank_launcher
+
+        sys.exit(rank_launcher.launch(layout))
+
+
+def train_on(
+    server: ReplicaServer,
+    config: TrainConfig,
+    environment: Environment | None,
+    run: RunDirectory,
+    *,
+    resume: "SavedCheckpoint | None",
+    ranks: "Ranks",
+    as_json: bool,
+) -> "Summary":
+    """Train on a server, print one line per step, and write everything to `run`."""
+    from bridge.run import reporting
+    from bridge.run.trainer import Run
+
+    config = config.changed(**server.choices)
+    run_of = partial(Run, config, environment, run, process=server.process, resume=resume, ranks=ranks)
+    if not ranks.is_rank_zero:
+        with console.printing_only(*console.OF_STARTS):  # the first rank prints the rest
+            return run_of(reporting.Reporter()).train()
+    data = console.data if as_json else None
+    first_step = resume.progress.step + 1 if resume else 1
+    with (
+        run.recording(),
+        live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
+        reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step) as curves,
+    ):
+        summary = run_of(reporting.Reporters(curves, lines)).train()
+    run.write_summary(summary)
+    console.note(live.summary_line(summary))
+    if as_json:
+        console.data(labelled_json("summary", summary, run_dir=run.path))
+    return summary
