@@ -146,7 +146,7 @@ class SamplingConfig(Section, panel="Batch and sampling"):
     top_p: float = declare(1.0, gt=0, le=1, only=FROM_ENVIRONMENT)
     """Sample from the fewest of the likeliest tokens that have this probability together (default: from all)."""
     min_p: float = declare(0.0, ge=0, lt=1, only=FROM_ENVIRONMENT)
-    """Sample from tokens at least this times as likely as the likeliest one (default: from all)."""
+    """Sample only from tokens at least this fraction as likely as the likeliest one (default: from all)."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """End a completion after this text, which stays part of it, or after any in a JSON list (default: none)."""
     request_timeout_s: float = declare(600.0, gt=0, panel="Server", position=2)
@@ -193,7 +193,7 @@ class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "ro
     overlong_buffer: int = declare(0, ge=0, panel=TaskConfig.panel, position=1, only=FROM_ENVIRONMENT)
     """Tokens before --max-new-tokens over which the reward falls by --overlong-penalty (DAPO; 0: none)."""
     overlong_penalty: float = declare(1.0, gt=0, panel=TaskConfig.panel, position=1, only=FROM_ENVIRONMENT)
-    """What a completion of --max-new-tokens loses of its reward."""
+    """Reward that a completion of --max-new-tokens loses."""
     atropos_url: Urls = declare("http://127.0.0.1:8000", panel=ATROPOS, only=("rollouts", ("atropos",)))
     """URL of the Atropos API."""
     atropos_timeout_s: float = declare(600.0, gt=0, panel=ATROPOS, only=("rollouts", ("atropos",)))

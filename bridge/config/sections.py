@@ -43,12 +43,12 @@ class ServeConfig(Config):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = declare("auto", panel=MEMORY)
     """Data type of the weights; `auto` takes the model configuration's."""
     quantization: Quantization | None = declare(None, panel=MEMORY)
-    """Sample with FP8 weights, made of the trained ones at every update, beside these: half as much memory again, or
-    instead of them with --reload transfer (default: with the trained weights themselves)."""
+    """Sample with FP8 weights, which are made of the trained ones at every update. They take half as much memory again;
+    with --reload transfer they replace the server's (default: sample with the trained weights themselves)."""
     tensor_parallel_size: int = declare(
         1, ge=1, panel=MEMORY, borrowed=("vllm_tensor_parallel_size", "tensor_model_parallel_size")
     )
-    """Number of GPUs that share one copy of the weights; `bridge run` trains them with a process for each."""
+    """Number of GPUs that share one copy of the weights; `bridge run` starts a trainer for each."""
     max_lora_rank: int | None = declare(None, ge=1, panel="Mode lora_only", position=1)
     """Largest LoRA rank the server accepts (default: no adapters)."""
     lora_experts: bool = declare(False, panel="Mode lora_only", position=1)
@@ -174,7 +174,8 @@ class ComputeConfig(Section, panel=MEMORY):
     compile_layers: bool | None = None
     """Compile the model's layers, which takes about a minute on a new host (default: on a GPU)."""
     attention: Literal["auto", "flash", "cudnn"] = "auto"
-    """Kernel of attention on a GPU: FlashAttention 2, or cuDNN for long sequences (default: cuDNN if it is right)."""
+    """Kernel of attention on a GPU: FlashAttention 2, or cuDNN for long sequences (default: cuDNN if its results are
+    right)."""
     router_replay: bool | None = declare(None, only=("mode", ("shared_vllm", "lora_only")))
     """Compute with the experts that the server chose for each token (default: in a mixture of experts whose server
     reports them)."""
@@ -190,14 +191,15 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
     """The adapter of mode `lora_only`."""
 
     r: int = declare(16, ge=1, borrowed=("lora_rank",))
-    """Rank of the adapter; by memory one that vLLM has slots of: 1, 8, 16, 32, 64, 128, 256, 320 or 512."""
+    """Rank of the adapter; with --lora-handover memory one that vLLM has slots for: 1, 8, 16, 32, 64, 128, 256, 320 or
+    512."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale the adapter's output by lora_alpha / lora_r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input during training only; requires one update per batch."""
     target_modules: str = "all-linear"
-    """Modules that get an adapter: suffixes of their names, separated by commas; `all-linear` is all but the head and
-    `experts`, the routed experts of a mixture (GPU only)."""
+    """Modules that get an adapter: suffixes of their names, separated by commas. `all-linear` means all but the head;
+    `experts` means the routed experts of a mixture (GPU only)."""
     handover: Literal["memory", "disk"] = "memory"
     """How vLLM gets the adapter: trained in vLLM's own slot, or saved and loaded by the server."""
 
@@ -294,7 +296,7 @@ class EvaluationConfig(Section, panel=EVALUATION, prefix="eval_"):
     temperature: float | None = Field(default=None, ge=0, le=MOST_TEMPERATURE)
     """Sampling temperature of evaluations; 0 takes the likeliest tokens (default: --temperature)."""
     pass_reward: float = 1.0
-    """Least reward of a completion that passes, in pass@k."""
+    """Smallest reward that counts as a pass in pass@k."""
 
     @field_validator("temperature")
     @classmethod

@@ -59,7 +59,7 @@ class TrainConfig(Config):
     """When a rank or a host is lost, resume from the newest checkpoint up to this many times; the remaining hosts wait
     for the lost one to be started again."""
     stop_at: str | None = declare(None, panel=EVALUATION, position=-1)
-    """End the run early, after a step or an evaluation with such a metric: `eval_reward_mean>=0.9`, `kl>=0.5`."""
+    """End the run early, once a metric of a step or an evaluation is as given: `eval_reward_mean>=0.9`, `kl>=0.5`."""
     seed: int = declare(0, ge=0, panel=SamplingConfig.panel, position=1)
     """Seed for the order of the problems and for sampling."""
     resume: bool = declare(False, panel=EVALUATION, position=3)

@@ -23,7 +23,9 @@ Name = Annotated[
 ]
 
 
-@from_config(FeedConfig, hide=("eval_data", "top_k", "top_p", "min_p"))  # nothing is evaluated; filters are refused
+@from_config(
+    FeedConfig, hide=("eval_data", "eval_env_args", "top_k", "top_p", "min_p")
+)  # nothing is evaluated; filters are refused
 def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None:
     """Feed an Atropos API with rollouts of an environment.
 

@@ -38,10 +38,10 @@ def export(
     push: Push = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM load by itself.
+    """Write a checkpoint as a model folder that transformers and vLLM can load.
 
-    An adapter is merged into its base, in the dtype of the base or in --dtype, and what rounding loses of it is
-    printed. Beside the weights is all that the source has: its configuration, tokenizer, code and other files.
+    An adapter is merged into its base, in the dtype of the base or in --dtype; the command prints how much of it
+    rounding loses. The source's configuration, tokenizer, code and other files are copied beside the weights.
     """
     from bridge.checkpoints import export as exports
     from bridge.core import hub, mark

@@ -83,7 +83,7 @@ GIVEN: Mapping[Task, Mapping[str, Any]] = {
 """Way to describe a task -> the choices that name its files."""
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="[FOLDER]", help="Where to write (default: here).", show_default=False, **HOME)
+    Path, typer.Argument(metavar="FOLDER", help="Where to write (default: here).", show_default=False, **HOME)
 ]
 TASK = "A Python class, problems in JSONL with a reward in Python, or the bundled word problems (default: class)."
 TaskOption = Annotated[Task, option("--task", "class|jsonl|gsm8k", TASK)]
@@ -91,7 +91,7 @@ Model = Annotated[str, option("--model", "MODEL", f"The model to train (default:
 
 
 def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = MODEL) -> None:
-    """Write a file with every choice, explained, and a task to start from."""
+    """Write a configuration file that explains every choice, and a task to start from."""
     given = {"model_name": model, "training_steps": 100, **GIVEN[task]}
     files = {CHOICES: HEADER + commented((TrainConfig, ServeConfig), given), **FILES[task]}
     taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]

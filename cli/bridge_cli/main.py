@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import re
 import resource
 import sys
@@ -25,14 +26,17 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "bridge_cli.demo:demo",
         "Train a tiny model in place on a running vLLM, and prove that there is one copy.",
     ),
-    "init": ("bridge_cli.init:init", "Write a file with every choice, explained, and a task to start from."),
+    "init": (
+        "bridge_cli.init:init",
+        "Write a configuration file that explains every choice, and a task to start from.",
+    ),
     "run": ("bridge_cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
     "serve-vllm": ("bridge_cli.serve_vllm:serve", "Start vLLM so that a trainer can share its weights."),
     "train": ("bridge_cli.train:train", "Train a model on a server that is already running, or on several."),
     "env": ("bridge_cli.env:env", "Feed an Atropos API with rollouts of an environment."),
     "verify": ("bridge_cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
     "restore": ("bridge_cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),
-    "export": ("bridge_cli.export:export", "Write a checkpoint as a model that transformers and vLLM load by itself."),
+    "export": ("bridge_cli.export:export", "Write a checkpoint as a model folder that transformers and vLLM can load."),
     "plan": ("bridge_cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
     "report": (
         "bridge_cli.report:report",
@@ -51,22 +55,24 @@ PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda
 MARKUP: Any = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
-class PlainSwitches(TyperCommand if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Shows --help and the switches of shell completion without a type."""
+class PlainTypes(TyperCommand if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Shows --help, the switches of shell completion and arguments without a type of Python's."""
 
     def get_params(self, ctx: Any) -> Any:
-        options = super().get_params(ctx)
-        for option in options:
-            if option.name in {"help", "install_completion", "show_completion"}:
-                option.metavar = ""
-        return options
+        parameters = super().get_params(ctx)
+        for parameter in parameters:
+            if parameter.name in {"help", "install_completion", "show_completion"}:
+                parameter.metavar = ""
+            elif parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None  # noqa: ARG005  typer's name
+        return parameters
 
 
-class Command(PlainSwitches, TyperCommand):
+class Command(PlainTypes, TyperCommand):
     """One command."""
 
 
-class Group(PlainSwitches, TyperGroup):
+class Group(PlainTypes, TyperGroup):
     """All commands."""
 
 
@@ -81,8 +87,14 @@ class LazyCommand(TyperCommand):
         module, _, function = self._function.partition(":")
         app = typer.Typer(add_completion=False, **MARKUP)
         command = getattr(importlib.import_module(module), function)
-        app.command(self.name, cls=Command, context_settings=PARSING)(command)
+        app.command(self.name, cls=Command, help=_unwrapped(command.__doc__), context_settings=PARSING)(command)
         return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
+
+
+def _unwrapped(docstring: str | None) -> str:
+    """Return a docstring with each paragraph in one line, which the terminal's width wraps."""
+    paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
 
 
 app = typer.Typer(cls=Group, context_settings=PARSING, **MARKUP)

@@ -51,7 +51,7 @@ def run(
 ) -> None:
     """Serve a model, train it and stop the server; restart it if it dies or hangs.
 
-    Such as: bridge run --model MODEL --environment gsm8k --training-steps 100 -- --enforce-eager
+    For example: bridge run --model MODEL --environment gsm8k --training-steps 100 -- --enforce-eager
     """
     is_rank = OWN_RANK.get() is not None  # else the user's process, which checks before it starts ranks
     if train.publishing.start_command is not None:

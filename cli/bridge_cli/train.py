@@ -21,7 +21,7 @@ from bridge_cli.task_environment import check_files
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
     """Train a model on a server that is already running, or on several.
 
-    Such as: bridge train --model MODEL --environment gsm8k --training-steps 100
+    For example: bridge train --model MODEL --environment gsm8k --training-steps 100
     """
     for name in ("gpus", "hosts", "rendezvous"):
         if config.get(name) != config.default(name):
