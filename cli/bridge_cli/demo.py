@@ -99,7 +99,7 @@ def demo(
     if model is not None:  # before an earlier demo is replaced
         check_model(model)
     serve, train = _choices(out, steps, device, gpus, model)
-    servers = StartedServers(serve, start_limit_s=START_LIMIT_S)
+    servers = StartedServers(serve, train, start_limit_s=START_LIMIT_S)
     start_ranks(None if rank_process.OWN_RANK.get() else rank_gpus.of_started(train, serve))
     with servers.preloading(), rank_process.joined() as world:
         environment = load_environment(train.task, train.rollouts, train.evaluation)

@@ -60,7 +60,7 @@ class Servers(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def check(self, config: TrainConfig) -> None:
+    def check(self) -> None:
         """Refuse a model or an adapter that these servers cannot serve; called on every rank."""
 
     @abc.abstractmethod
@@ -70,7 +70,7 @@ class Servers(abc.ABC):
         The run was opened.
         """
 
-    def record(self, config: TrainConfig, run: RunDirectory) -> None:  # noqa: B027  running servers record nothing
+    def record(self, run: RunDirectory) -> None:  # noqa: B027  running servers record nothing
         """Write down how the servers will be started; on the first rank."""
 
     @abc.abstractmethod
@@ -126,7 +126,7 @@ class Launch:
             choices = [chosen] if self.servers.serve is None else [chosen, self.servers.serve]
             consistency.check(world, choices, self.servers.vllm_flags)
         environment = world.run_on_all(lambda: load_environment(chosen.task, chosen.rollouts, chosen.evaluation))
-        self.servers.check(chosen)
+        self.servers.check()
         config, run_dir, resume = world.run_on_rank_zero(lambda: self._open(environment))
         if chosen.hosts > 1 and chosen.restarts:
             assert config.checkpoints.save_path is not None, "derived from the run directory"
@@ -155,7 +155,7 @@ class Launch:
                 max_model_len=self.servers.max_model_len,
                 pass_size=self.servers.tp_degree * config.context_parallel_size,
             )  # fmt: skip
-        self.servers.record(config, self.directory)
+        self.servers.record(self.directory)
         return Opened(config, self.directory.path, resume)
 
 

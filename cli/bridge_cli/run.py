@@ -72,6 +72,6 @@ def run(
         num_gpus = train.dp_size(train.tp_size(serve.tensor_parallel_size)) * serve.tensor_parallel_size
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
     check_host(train)
-    servers = StartedServers(serve, vllm_flags or [], start_limit_s=start_limit_s)
+    servers = StartedServers(serve, train, vllm_flags or [], start_limit_s=start_limit_s)
     layout = None if is_rank else rank_gpus.of_started(train, serve)
     Launch(config=train, servers=servers, layout=layout, as_json=as_json).start()

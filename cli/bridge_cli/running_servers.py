@@ -42,8 +42,12 @@ class RunningServer(NamedTuple):
 class RunningServers(Servers):
     """A running server for each replica; or the one that `--start-command` starts, and starts again."""
 
-    def __init__(self, replicas: Sequence[RunningServer], command: StartCommand | None) -> None:
+    def __init__(
+        self, replicas: Sequence[RunningServer], command: StartCommand | None, *, server: ServerConfig, model_name: str
+    ) -> None:
         self._replicas = replicas
+        self._server = server
+        self._model_name = model_name
         self._command = command
 
     @property
@@ -55,11 +59,11 @@ class RunningServers(Servers):
         lengths = (server.manifest.max_model_len for server in self._replicas)
         return min((length for length in lengths if length), default=None)
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self) -> None:
         from bridge.modes.shared_vllm import manifest_of
 
         if self._replicas:
-            manifest_of(config.server, config.model_name, self._replicas[0].manifest)
+            manifest_of(self._server, self._model_name, self._replicas[0].manifest)
 
     def prepare(self, config: TrainConfig) -> TrainConfig:
         check_reachable(config.model_name)

@@ -37,8 +37,12 @@ class StartedServers(Servers):
 
     serve: ServeConfig
 
-    def __init__(self, serve: ServeConfig, vllm_flags: Sequence[str] = (), *, start_limit_s: float) -> None:
+    def __init__(
+        self, serve: ServeConfig, trainer: TrainConfig, vllm_flags: Sequence[str] = (), *, start_limit_s: float
+    ) -> None:
         self.serve = serve
+        self.trainer = trainer
+        """What the user chose; once the run is open, with derived values."""
         self.vllm_flags = vllm_flags
         self.command: ServerCommand | None = None
         """What starts the server of this process."""
@@ -65,7 +69,8 @@ class StartedServers(Servers):
         with preloading() as self._preloaded:
             yield
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self) -> None:
+        config = self.trainer
         if self.serve.vllm_config_path is not None and not config.needs_patched_server:
             raise UsageError(
                 f"--vllm-config-path {self.serve.vllm_config_path}: --mode none --reload {config.publishing.reload}"
@@ -89,9 +94,11 @@ class StartedServers(Servers):
         self.command = prepare(self.serve, self.vllm_flags, shares_weights=shares_weights, trainer=config)
         model_files.source_files(config.model_name)  # every checkpoint holds them
         send_key(self.vllm_flags)
+        self.trainer = config
         return config
 
-    def record(self, config: TrainConfig, run: RunDirectory) -> None:
+    def record(self, run: RunDirectory) -> None:
+        config = self.trainer
         assert self.command is not None, "it was prepared"
         write_json(run.server_config, self.serve.document(self.serve))
         url = config.changed(**self.command.server_choices).server.url()
@@ -103,12 +110,13 @@ class StartedServers(Servers):
 
         Its files are in the run directory; those of other replicas than the first in a folder of their own there.
         """
+        self.trainer = config
         folder = run.path if world.is_rank_zero else run.ranks / str(world.rank)
         log = folder / run.server_log.name
 
         def server_choices() -> Mapping[str, Any]:
             if self.command is None:
-                self.command = self._command(world, config, folder / run.manifest.name)
+                self.command = self._command(world, folder / run.manifest.name)
             return self.command.server_choices
 
         choices = world.run_on_all(lambda: world.tp_group.run_on_rank_zero(server_choices))
@@ -124,12 +132,13 @@ class StartedServers(Servers):
                 )
                 return running.enter_context(server.running(world.check_abort))
 
-            with self._compiling_ahead(world, config):
+            with self._compiling_ahead(world):
                 process = world.run_on_all(start)
             yield ReplicaServer(choices, process)
 
-    def _compiling_ahead(self, world: "Ranks", config: TrainConfig) -> contextlib.AbstractContextManager[None]:
+    def _compiling_ahead(self, world: "Ranks") -> contextlib.AbstractContextManager[None]:
         """Compile the training step while vLLM starts, if this process trains a whole model in the server's memory."""
+        config = self.trainer
         device_type, _ = accelerator.choose(self.serve.device)
         is_whole = config.trains_in_server and world.tp_size == world.cp_size == 1
         if not (is_whole and config.compute.compiles_on(device_type)):
@@ -146,8 +155,9 @@ class StartedServers(Servers):
         model = partial(stand_in, config.model_name, dtype, device, share=share)
         return compiling_ahead(model, config, world)
 
-    def _command(self, world: "Ranks", config: TrainConfig, manifest: Path) -> ServerCommand:
+    def _command(self, world: "Ranks", manifest: Path) -> ServerCommand:
         """Return the command of the server of another replica than the first."""
+        config = self.trainer
         manifest.parent.mkdir(parents=True, exist_ok=True)
         is_known = not config.rollouts.samples_here  # to environments, also after the run was resumed
         port = self.serve.port + world.dp_rank if is_known else free_port(self.serve.host)

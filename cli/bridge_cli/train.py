@@ -50,5 +50,5 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     is_rank = OWN_RANK.get() is not None
     if not is_rank and layout.world_size > 1:  # before ranks start; a single process asks by itself
         running_servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
-    servers = RunningServers(replicas, command)
+    servers = RunningServers(replicas, command, server=config.server, model_name=config.model_name)
     Launch(config=config, servers=servers, layout=None if is_rank else layout, as_json=as_json).start()

@@ -37,14 +37,14 @@ class RecordedServers(Servers):
         if name == self._fails_in and self._error is not None:
             raise self._error
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self) -> None:
         self.step("check")
 
     def prepare(self, config: TrainConfig) -> TrainConfig:
         self.step("prepare")
         return config
 
-    def record(self, config: TrainConfig, run: RunDirectory) -> None:
+    def record(self, run: RunDirectory) -> None:
         self.step("record")
 
     @contextlib.contextmanager

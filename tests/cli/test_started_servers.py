@@ -127,7 +127,7 @@ def test_vllm_is_imported_where_a_server_will_start(
     monkeypatch.setattr(started_servers, "preloading", preloading)
     token = OWN_RANK.set(own or None)
     try:
-        with StartedServers(ServeConfig(model="m"), start_limit_s=1).preloading():
+        with StartedServers(ServeConfig(model="m"), TrainConfig.of(model_name="m"), start_limit_s=1).preloading():
             assert calls == ["begun"] * starts
     finally:
         OWN_RANK.reset(token)
@@ -170,9 +170,9 @@ def test_a_rank_starts_the_server_that_its_mode_needs(
 
     monkeypatch.setattr(started_servers, "prepare", prepare)
     train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
-    servers = StartedServers(ServeConfig(model="m", port=9001), start_limit_s=1)
+    servers = StartedServers(ServeConfig(model="m", port=9001), train, start_limit_s=1)
     path = tmp_path / "2" / "manifest"
-    assert servers._command(Ranks(2, 4), train, path).manifest == path
+    assert servers._command(Ranks(2, 4), path).manifest == path
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known
@@ -211,9 +211,9 @@ def test_layers_are_compiled_while_vllm_starts(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     train = TrainConfig.of(model_name="m").changed(**choices)
     ranks: Any = SimpleNamespace(tp_size=tp_size, cp_size=1)
-    servers = StartedServers(ServeConfig(model="m", dtype="float32"), start_limit_s=1)
+    servers = StartedServers(ServeConfig(model="m", dtype="float32"), train, start_limit_s=1)
     servers.command = command(tmp_path)
-    with servers._compiling_ahead(ranks, train):
+    with servers._compiling_ahead(ranks):
         pass
     assert len(calls) == compiles_ahead
     for make, config, *_ in calls:
