@@ -223,7 +223,13 @@ def test_a_closed_terminal_ends_a_run_except_under_nohup(tmp_path: Path, stays: 
             *("--run-dir", "run", "--save-path", "saved"),
         ],
         cwd=tmp_path,
-        env=plain | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "TOY": str(toy), "PYTHONPATH": str(ROOT)},
+        env=plain
+        | {
+            "TERM": "xterm",
+            "PYTHONIOENCODING": "utf-8",
+            "TOY": str(toy),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
