@@ -8,7 +8,7 @@ Rules that are elsewhere, because they need more than two choices:
 - A choice without the one that it depends on has no effect: its declaration (`only`), or an `if` of `TrainConfig`.
 - Numbers that do not fit, such as a batch and its groups: `TrainConfig`, where both are computed.
 - What the model, the GPUs or the installed software allow: `bridge/processes/start_checks.py`,
-  `bridge/processes/vllm_flags.py` and `cli/bridge_cli/layout.py`, which read its config.json or ask the driver.
+  `bridge/processes/vllm_flags.py` and `cli/bridge_cli/rank_gpus.py`, which read its config.json or ask the driver.
 - What the running server allows: `bridge/modes`, `bridge/engine`, once they are attached to it.
 - vLLM's own flags, after `--`: the table in `bridge/processes/vllm_flags.py`.
 - What one command does not take, such as `--servers` of `bridge run`: the command.
