@@ -6,7 +6,8 @@ import pytest
 
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.ranks.world import ALONE
-from bridge_cli import console, training
+from bridge_cli import console
+from bridge_cli.launch import ReplicaServer, train_on
 from tests.unit.trainer_runs import Letters, runner
 
 
@@ -17,7 +18,7 @@ def test_what_a_run_logs_is_printed_and_recorded_once(
     with runner(tmp_path, monkeypatch)() as fake, console.printing_logs():
         run = RunDirectory.create(tmp_path / "run", environment="letters")
         config = fake.config(stop_at="weight_version>=4")
-        training.train_in(run, config, Letters(), as_json=False, resume=None, ranks=ALONE)
+        train_on(ReplicaServer({}, None), config, Letters(), run, resume=None, ranks=ALONE, as_json=False)
     out, err = capsys.readouterr()
     assert out == ""
     printed = err.splitlines()
