@@ -307,12 +307,12 @@ def test_a_model_in_float16_is_refused(bridge: Bridge, exported: Manifest, flags
     shutil.copytree(exported.model, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
-    error, hint = bridge.error_and_hint(
+    error, printed = bridge.error_and_hint(
         2 if not flags else 4, "run", "--model", folder, "--environment", "arithmetic", *flags
     )
     assert f"--model {folder}" in error
     assert "in float16" in error
-    assert hint == f"hint: {hint}"
+    assert printed == f"hint: {hint}"
 
 
 def test_hosts_that_cannot_meet_are_refused(
