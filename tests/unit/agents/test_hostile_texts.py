@@ -143,6 +143,7 @@ def grouped(texts: list[str], rewards: list[float], faults: list[str]) -> Group:
 def test_hostile_text_is_logged_without_control_characters(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("bridge"), "propagate", False)  # pytest-xdist cannot send lone surrogates
     defects, run = Defects(), RunDirectory(report_runs.make(tmp_path / "run", num_steps=4).path)
     terminal = (tmp_path / "terminal").open("w", encoding="utf-8")
     monkeypatch.setattr(console, "people", Console(file=terminal, soft_wrap=True, force_terminal=True, width=80))
