@@ -138,6 +138,8 @@ def _is_of_another_gpu(device: str) -> bool:
 ONE_OF_THEM = "leave out one of them"
 SHARDED = above("tensor_parallel_size", 1)
 """A server with its weights on several GPUs."""
+SERVERS = Setting("servers", bool)
+"""Servers by their addresses; a file of `bridge init` may have the default, which is none."""
 TRAINED_IN_SERVER = on("trains_in_server")
 ADAPTED_EXPERTS = on("adapts_experts")
 BY_DISK = is_("lora_handover", "disk")
@@ -211,7 +213,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
     # Servers
     *(
         Exclusion(
-            given("servers"),
+            SERVERS,
             given(key),
             f"{flag(key)} names one server, and --servers all of them",
             f"leave {flag(key)} out",
@@ -219,7 +221,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
         for key in ("vllm_config_path", "vllm_port", "vllm_host")
     ),
     Exclusion(
-        given("servers"),
+        SERVERS,
         is_("mode", "none"),
         "--servers: {second} restarts one server, and no other may depend on it",
         "leave it out; --vllm-port names the server",
