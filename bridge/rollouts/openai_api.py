@@ -94,8 +94,8 @@ class Choice(BaseModel):
     """Words that the filters kept for each token, as in `Completion`; empty if not requested."""
     experts: Experts | None = None
     """Experts of each token; None if not requested."""
-    prompt_logprobs: tuple[FiniteFloat | None, ...] = ()
-    """Log-probabilities of the prompt's tokens, none for the first; empty if not requested."""
+    prompt_logprobs: tuple[FiniteFloat | None, ...] | None = None
+    """Log-probabilities of the prompt's tokens, none for the first; None if not requested."""
 
 
 class Completions(BaseModel):
@@ -186,7 +186,7 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None, num
         versions=versions,
         kept=choice.kept,
         experts=experts,
-        prompt_logprobs=tuple(math.nan if value is None else value for value in choice.prompt_logprobs),
+        prompt_logprobs=tuple(math.nan if value is None else value for value in choice.prompt_logprobs or ()),
     )
 
 

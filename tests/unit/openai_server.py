@@ -20,6 +20,7 @@ def choice(index: int, *token_ids: int, finish_reason: str = "stop") -> dict[str
         "finish_reason": finish_reason,
         "token_ids": list(token_ids),
         "logprobs": {"token_logprobs": [-5.7 for _ in token_ids]},
+        "prompt_logprobs": None,  # as vLLM's own route sends it
     }
 
 
