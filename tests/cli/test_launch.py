@@ -90,7 +90,7 @@ def test_a_job_is_checked_served_trained_and_ended(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
-def test_a_failed_training_stops_its_server_and_prints_the_ending(
+def test_failed_training_stops_its_server_and_prints_the_ending(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException
 ) -> None:
     assert launched(monkeypatch, tmp_path, RecordedServers("train", error)) == RUN

@@ -252,7 +252,7 @@ def test_a_score_that_takes_its_time_is_judged_in_training(
     assert notes == ["no made-up completion of the first problems got a reward within 1 s"]
 
 
-def test_a_rehearsal_that_runs_out_of_time_reports_its_first_failure(
+def test_rehearsal_out_of_time_reports_its_first_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Slow:

@@ -296,7 +296,7 @@ def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], faul
     assert fed.servers[0].is_paused
 
 
-def test_a_key_that_is_rejected_while_a_pause_is_undone_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_rejected_key_while_undoing_a_pause_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
     class Locked:
         def pause(self, _: str) -> None:
             raise AttachError("it refuses", hint="retry")

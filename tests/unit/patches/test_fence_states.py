@@ -39,7 +39,7 @@ TABLE: dict[str, tuple[Next, ...]] = {
     "another writes": (BUSY,      BUSY,      BUSY,        REFUSED,     REFUSED,   REFUSED),
     "another trains": (BUSY,      REFUSED,   REFUSED,     REFUSED,     REFUSED,   REFUSED),
 }  # fmt: skip
-"""State -> the next state after each of my calls, or the error that leaves the state as it is."""
+"""State -> the next state after each call of this process, or the error, which leaves the state unchanged."""
 OBSERVED: dict[str, tuple[Phase, Holder | None, int]] = {
     "serving": (Phase.SERVING, None, 0),
     "published": (Phase.SERVING, None, 1),

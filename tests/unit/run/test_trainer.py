@@ -308,7 +308,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_noted_at_the_start(
+def test_lack_of_room_for_a_checkpoint_is_logged_at_the_start(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running() as run:
