@@ -51,6 +51,13 @@ def _nothing_logged_before() -> None:
     logs.info_once.cache_clear()
 
 
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Leave out what torch logs, for some of its lines appear only where an earlier test has compiled something."""
+    caplog.handler.addFilter(lambda record: record.name.partition(".")[0] != "torch")
+    return caplog
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _constants_stay() -> Iterator[None]:
     """Fail if a module's tests leave a constant of the product changed: those after them would run with it."""
