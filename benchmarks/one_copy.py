@@ -28,7 +28,7 @@ from benchmarks._models import SIZES, make_model
 from benchmarks._results import count, say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.checks.verify import logprob_diffs, sample, verify
+from bridge.checks.one_copy_proof import logprob_diffs, sample, verify
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.passes.prepared import PreparedModel
 from bridge.rollouts.sampler import Sampler

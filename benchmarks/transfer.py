@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import _servers
 from benchmarks._models import SIZES, make_model
 from benchmarks._results import say, write
-from bridge.checks.verify import logprob_diffs, sample
+from bridge.checks.one_copy_proof import logprob_diffs, sample
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core import logs
 from bridge.modes.mode import RunContext

@@ -29,7 +29,7 @@ from unittest.mock import patch
 from benchmarks import _results, _servers, _work
 from benchmarks._models import SIZES, make_dummy_model
 from benchmarks._results import say
-from bridge.agents import stream as agents_stream
+from bridge.agents import open_stream
 from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
 from bridge.config import SamplingConfig, TrainConfig
@@ -162,7 +162,7 @@ def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, Any
     ratio = statistics.median(one / several for one, several in zip(one_turn, turns, strict=True))
     processes = len(with_tool._scorer._workers)
     if processes < options.trajectories:
-        say(f"{processes} of {options.trajectories} trajectories at once: {agents_stream.PER_CORE} per core")
+        say(f"{processes} of {options.trajectories} trajectories at once: {open_stream.PER_CORE} per core")
     return {
         "turns_tokens_per_s": options.trajectories * num_tokens / turns_s,
         "one_turn_tokens_per_s": options.trajectories * num_tokens / one_turn_s,
@@ -182,8 +182,8 @@ def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *
     )  # fmt: skip
     counted = partial(Counted, turns=turns, tokens=options.turns * options.tokens // turns)
     calling = partial(Calling, tool_s=options.tool_ms / 1e3)
-    with patch.object(agents_stream, "Sampler", counted), patch.object(agents_stream, "Conversation", calling):
-        return agents_stream.open_stream(config, registry.load(config.task))
+    with patch.object(open_stream, "Sampler", counted), patch.object(open_stream, "Conversation", calling):
+        return open_stream.open_stream(config, registry.load(config.task))
 
 
 def sample(stream: EnvironmentStream, options: argparse.Namespace, turns: int, number: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from bridge.checks.verify import logprob_diffs
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.passes.prepared import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.server.manifest import Shard

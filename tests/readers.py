@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from bridge.checkpoints.export import export
+from bridge.checkpoints.model_export import export
 from bridge.weights import loaded, model_folder, skeleton
 from tests import family_results
 from tests.contract import wheels

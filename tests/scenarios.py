@@ -19,7 +19,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
+from bridge.checks.one_copy_proof import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import SamplingConfig, ServeConfig
 from bridge.core.address import free_port
 from bridge.passes.prepared import PreparedModel

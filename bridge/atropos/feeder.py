@@ -23,7 +23,7 @@ from typing import NamedTuple
 import httpx
 
 from bridge.atropos.api import AtroposApi, EnvironmentStatus
-from bridge.atropos.groups import scored_group
+from bridge.atropos.scored_groups import scored_group
 from bridge.config import FeedConfig
 from bridge.core.logs import info_once
 from bridge.errors import AtroposError, BridgeError, RejectedRequestError, RewardError, UsageError

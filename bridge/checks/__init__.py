@@ -3,7 +3,7 @@
 *Facts* are what another process reports about torch, the driver and a model (`probe.py`). A *trial* is two processes
 that share memory for real (`hardware.py`).
 
-May import: `bridge`, psutil, httpx and packaging; torch only inside another process, or in `verify.py`.
+May import: `bridge`, psutil, httpx and packaging; torch only inside another process, or in `one_copy_proof.py`.
 """
 
 from collections.abc import Callable, Iterable

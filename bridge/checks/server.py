@@ -2,7 +2,7 @@
 
 vLLM's engine and workers call themselves `VLLM::...`. If the API server is killed with -9, they may keep running and
 hold memory, most of it on a GPU.
-Not covered: proof that both sides compute the same (`verify.py`).
+Not covered: proof that both sides compute the same (`one_copy_proof.py`).
 """
 
 import os

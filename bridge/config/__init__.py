@@ -21,7 +21,7 @@ from bridge.config.sections import (
     ServerConfig,
     TrackingConfig,
 )
-from bridge.config.train import TrainConfig
+from bridge.config.train_config import TrainConfig
 
 __all__ = [
     "DEFAULT_PORT",

@@ -82,8 +82,8 @@ class Source(NamedTuple):
 
 
 SOURCES: Mapping[str, Source] = {
-    "environment": Source("bridge.agents.stream", samples_here=True),
-    "atropos": Source("bridge.atropos.stream", samples_here=False),
+    "environment": Source("bridge.agents.open_stream", samples_here=True),
+    "atropos": Source("bridge.atropos.atropos_stream", samples_here=False),
 }
 """`--rollouts` -> what it means; a new one is a name in `RolloutConfig.source`, a row here and a module."""
 

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bridge.checkpoints import checkpoint, optimizer_state
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
-from bridge.checks import Check, verify
+from bridge.checks import Check, one_copy_proof
 from bridge.config import LossConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import OptimizerName
 from bridge.core import atomic_folder, paths
@@ -59,7 +59,7 @@ from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.prepared import PreparedModel
 from bridge.rollouts import problems
 from bridge.rollouts.distribution import filters
-from bridge.rollouts.images import Encoded, Prompts
+from bridge.rollouts.encoded_prompts import Encoded, Prompts
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
 from bridge.rollouts.servers import Server
 from bridge.rollouts.vocabulary import Vocabulary
@@ -962,9 +962,13 @@ class Policy:
                 hint="train in the server's memory: shared_vllm, or lora_only with a handover by memory",
             )
         if self.ranks.tp_size > 1:
-            return [*verify.verify(self.config.server.config_path, timeout_s=limit_s)]
+            return [*one_copy_proof.verify(self.config.server.config_path, timeout_s=limit_s)]
         prepared = self.prepared if "prepared" in vars(self) else PreparedModel(self.model)
-        return [*verify.proofs([mode.attached], mode.client, prepared, timeout_s=limit_s, adapter=mode.endpoint.model)]
+        return [
+            *one_copy_proof.proofs(
+                [mode.attached], mode.client, prepared, timeout_s=limit_s, adapter=mode.endpoint.model
+            )
+        ]
 
     # Whose turn it is.
 

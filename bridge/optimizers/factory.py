@@ -13,7 +13,7 @@ from bridge.config.optimizers import OPTIMIZERS, OptimizerName
 from bridge.errors import UsageError
 from bridge.optimizers.gradient_hooks import NOTHING, Replicated
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
-from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks

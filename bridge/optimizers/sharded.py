@@ -1,4 +1,4 @@
-"""The base of both AdamWs, whose state lies beside the weights (`split_adamw.py`) or in host memory (`offload.py`).
+"""The base of both AdamWs, whose state lies on the GPU (`split_adamw.py`) or in host memory (`offloaded_adamw.py`).
 
 Several ranks share the work (ZeRO, in place): each has the state of its part of every slab's rows. `exchange` gives it
 the sum of all gradients for these rows; `step` updates them, and gathers the rows of all ranks into everyone's weights.

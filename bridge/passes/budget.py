@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES
-from bridge.core.memory import left_bytes
+from bridge.core.host_memory import left_bytes
 from bridge.errors import UsageError, first_line
 from bridge.passes import attention, kernels, layers
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept

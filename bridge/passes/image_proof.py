@@ -1,7 +1,8 @@
 """Prove, on the first samples with images, that the decoder gets what transformers' own model gives it.
 
 transformers places the embeddings and computes the positions of each sequence alone, up to the call of the decoder. A
-family that does it in another way than `images.py`, or gives its decoder something else, is refused before any update.
+family that does it in another way than `image_embeddings.py`, or gives its decoder something else, is refused before
+any update.
 
 Not covered: the packed decoder itself (`preparation.py`).
 Shape suffixes: T tokens, I image tokens, H hidden size.
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError, with_class
-from bridge.passes import images
+from bridge.passes import image_embeddings
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Images
 
@@ -65,7 +66,7 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
     """Return what differs between the decoder's inputs; empty: nothing does."""
     assert batch.images is not None
     try:
-        ours = images.inputs(model, batch.tokens_T, batch.positions_T, batch.images)
+        ours = image_embeddings.inputs(model, batch.tokens_T, batch.positions_T, batch.images)
         alone = [
             given_to_decoder(model, sample.prompt_token_ids + sample.token_ids, sample.images)
             for sample in in_order
@@ -106,8 +107,8 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
     """Return what transformers' own model calls its decoder with, for one sequence: names and values."""
     tokens_1T = torch.tensor([ids], device=model.device)
     kinds_1T = torch.zeros_like(tokens_1T)
-    kinds_1T[0, images.image_tokens(of_prompt)] = 1
-    tensors = {name: tensor.to(model.device) for name, tensor in images.tensors([of_prompt]).items()}
+    kinds_1T[0, image_embeddings.image_tokens(of_prompt)] = 1
+    tensors = {name: tensor.to(model.device) for name, tensor in image_embeddings.tensors([of_prompt]).items()}
     if KINDS in signature(type(model).forward).parameters:
         tensors[KINDS] = kinds_1T
     handle = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bridge.passes.attention import Attended, Span, Spans
-from bridge.passes.images import Gathered, PackedImages
+from bridge.passes.image_embeddings import Gathered, PackedImages
 from bridge.passes.routing import UNKNOWN
 from bridge.types import Images
 

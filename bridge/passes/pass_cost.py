@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.core.memory import left_bytes
+from bridge.core.host_memory import left_bytes
 from bridge.passes import layers
 from bridge.passes.logprobs import BLOCK_ELEMENTS
 from bridge.passes.packing import MicroBatch, Sample, packs

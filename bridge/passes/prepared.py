@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, image_proof, images, layers, offload, slices
+from bridge.passes import activation_offload, attention, image_embeddings, image_proof, layers, slices
 from bridge.passes.attention import Spans
-from bridge.passes.images import PackedImages
+from bridge.passes.image_embeddings import PackedImages
 from bridge.passes.layers import ALL, Kept
 from bridge.passes.logprobs import head_of, token_logprobs
 from bridge.passes.packing import MicroBatch, Sample
@@ -88,7 +88,7 @@ class PreparedModel:
     ) -> Tensor:
         """Return the last hidden states of this rank's slice, or of the whole pack if it is not cut: [T] x 2 -> [L, H].
 
-        `experts_TX` are those of `RouterReplay.choose`. A pack with images is never cut (`bridge/agents/stream.py`).
+        `experts_TX` are those of `RouterReplay.choose`. A pack with images is never cut (`Prompts` refuses it).
         An attention other than Bridge's finds the sequences by their positions, from which transformers makes a mask;
         it cannot share prompts, and computes no slice.
 
@@ -118,10 +118,10 @@ class PreparedModel:
         boundaries = attention.boundaries(spans, cut) if is_ours else {}
         is_kept_on_host = self.kept.on_host and torch.is_grad_enabled()
         num_elements = len(tokens_T) * model.config.get_text_config().hidden_size
-        with offload.on_host(model, num_elements) if is_kept_on_host else nullcontext():
+        with activation_offload.on_host(model, num_elements) if is_kept_on_host else nullcontext():
             taken: dict[str, Any] = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
             if packed_images is not None:
-                taken = images.inputs(model, tokens_T, positions_T, packed_images)
+                taken = image_embeddings.inputs(model, tokens_T, positions_T, packed_images)
             output = model.get_decoder()(**taken, use_cache=False, **boundaries)
         hidden_1LH: Tensor = output.last_hidden_state
         return hidden_1LH[0]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bridge.checks import software
 from bridge.checks.software import INSTALL, Device
 from bridge.config import DeviceChoice, ServeConfig, TrainConfig
-from bridge.core.memory import left_bytes
+from bridge.core.host_memory import left_bytes
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB, Need

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import sockets
 from bridge.errors import RankError, first_line
-from bridge.ranks import groups, messages
+from bridge.ranks import messages, process_groups
 from bridge.ranks.messages import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.tensors import Tensors
 from bridge.ranks.watch import Watch
@@ -41,7 +41,7 @@ class Ranks(Tensors):
         self.dp_size = world_size // tp_size
         self._objects: dist.ProcessGroup | None = None
         """gloo group for objects: one, because a rank outside a fence may report to those inside why it failed."""
-        self._limit = groups.OBJECT_LIMIT
+        self._limit = process_groups.OBJECT_LIMIT
         self._num_exchanges = 0
         """Exchanges of objects so far, the same number on all ranks."""
         alone = self if world_size == 1 else ALONE
@@ -73,14 +73,14 @@ class Ranks(Tensors):
         """
         assert tp_size == 1 or cp_size == 1, "refused by the configuration"
         ranks = cls(rank, world_size, tp_size, cp_size)
-        with ranks._errors_of_torch(), groups.tcp_keepalive():
-            store, connections = groups.rendezvous(rank, world_size, host, port, device, listener)
-            groups.check_same(store, rank, world_size, "--tensor-parallel-size", tp_size)
-            groups.check_same(store, rank, world_size, "--context-parallel-size", cp_size)
+        with ranks._errors_of_torch(), process_groups.tcp_keepalive():
+            store, connections = process_groups.rendezvous(rank, world_size, host, port, device, listener)
+            process_groups.check_same(store, rank, world_size, "--tensor-parallel-size", tp_size)
+            process_groups.check_same(store, rank, world_size, "--context-parallel-size", cp_size)
             ranks._watch = Watch(store, device, rank, world_size, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
             before = sockets()
-            ranks._objects = groups.object_group(None)
+            ranks._objects = process_groups.object_group(None)
             ranks._watch.add_objects(sockets() - before)
             numbers = range(world_size)
             if tp_size > 1:
@@ -99,9 +99,9 @@ class Ranks(Tensors):
             if len(members) == 1:
                 continue
             before = sockets()
-            tensors = dist.new_group([*members], timeout=groups.DEVICE_LIMIT)
+            tensors = dist.new_group([*members], timeout=process_groups.DEVICE_LIMIT)
             connections = sockets() - before
-            objects = groups.object_group(members)
+            objects = process_groups.object_group(members)
             object_connections = sockets() - before - connections
             if self.rank in members:
                 mine = Ranks(members.index(self.rank), len(members))

@@ -1,6 +1,6 @@
 """The interface of rollout streams, and how the completions of a problem become a group.
 
-Streams are in `stream.py` and `bridge/atropos/stream.py`; `SOURCES` in `bridge/config/rollouts.py` lists the
+Streams are in `stream.py` and `bridge/atropos/atropos_stream.py`; `SOURCES` in `bridge/config/rollouts.py` lists the
 modules that open one, by a function `open_stream`. A problem becomes a group by a `GroupSampler`; the simplest is
 `Completions`, with one completion for each sample. Others are in `bridge/agents`.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from bridge.config import RolloutConfig
 from bridge.errors import BridgeError, RejectedRequestError, RewardError
-from bridge.rollouts.images import Prompts
+from bridge.rollouts.encoded_prompts import Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
 from bridge.scoring.score import FailedScore, Score, UnusablePrompt, failed

@@ -60,7 +60,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
 
     The chat template gets `template`, and the problem's own `tools`, `documents` and `chat_template_kwargs`. A text
     gets what the tokenizer writes in front of it, once, and nothing behind it. Prompts with images are encoded by
-    `images.py`.
+    `encoded_prompts.py`.
 
     Raises:
         RewardError: the prompt cannot be encoded, or the template drops one of its messages.

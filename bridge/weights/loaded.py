@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from bridge.core import memory, paths
+from bridge.core import host_memory, paths
 from bridge.core.paths import ADAPTER_CONFIG
 from bridge.errors import UnsupportedModelError, UsageError, beside_adapter, first_line, own_head
 from bridge.weights import rope, skeleton
@@ -75,7 +75,7 @@ def refuse_several_parts(model: str, config: PretrainedConfig) -> None:
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on `device`."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory.left_bytes()
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host_memory.left_bytes()
 
 
 def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from bridge.core import memory
+from bridge.core import host_memory
 from bridge.errors import AttachError
 
 ALIGNMENT_BYTES = 256
@@ -30,7 +30,7 @@ class SharedBlock(NamedTuple):
 
 def allocate(num_bytes: int) -> SharedBlock:
     """Create and map a shared file of `num_bytes`; it lives as long as this process or a mapping does."""
-    left = memory.left_bytes()
+    left = host_memory.left_bytes()
     if num_bytes > left:  # Linux would not refuse: it would kill a process
         raise _no_room(num_bytes, f"{left / 2**30:.2f} GiB are left")
     descriptor = os.memfd_create("bridge-weights", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)

@@ -1,6 +1,6 @@
 """`bridge doctor`: run every check, and print what it found, what was expected and how to fix it.
 
-Not covered: the checks themselves (`bridge/checks`), and the proof that weights are shared (`verify.py`).
+Not covered: the checks themselves (`bridge/checks`), and the proof of one copy (`bridge/checks/one_copy_proof.py`).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from bridge.checks import model as model_checks
 from bridge.checks.probe import Facts
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT, DeviceChoice
-from bridge.core import memory
+from bridge.core.host_memory import available_bytes, cgroup_left_bytes, shm_free_bytes
 from bridge.core.redaction import escaped
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
@@ -131,8 +131,8 @@ def table() -> tuple[Row, ...]:
             hardware.gpu_memory(gpu, server_lives=m.examined.live is not None) for gpu in m.facts.gpus]),
         Row("Hardware", "cuda", lambda m: hardware.over_cuda_ipc(trial_gpu(m.facts, m.examined.live), os.environ)),
         Row("Hardware", "cpu", lambda _: hardware.over_memfd()),
-        Row("Hardware", "", lambda _: hardware.main_memory(memory.available_bytes(), memory.cgroup_left_bytes())),
-        Row("Hardware", "", lambda _: hardware.shm_space(memory.shm_free_bytes())),
+        Row("Hardware", "", lambda _: hardware.main_memory(available_bytes(), cgroup_left_bytes())),
+        Row("Hardware", "", lambda _: hardware.shm_space(shm_free_bytes())),
         Row("Environment", "", lambda m: software.environment_variables(os.environ, m.device)),
         Row("Model", "model", lambda m: model_checks.modes(m.model, model_checks.read(m.model))),
         Row("Model", "model", lambda m: model_checks.saving(m.model)),

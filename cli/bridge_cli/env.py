@@ -31,7 +31,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
 
     Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
     """
-    from bridge.agents import stream
+    from bridge.agents import rehearsal
     from bridge.atropos import feeder
     from bridge_environments import registry
 
@@ -44,7 +44,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
             " single turns only",
             hint=f"bridge run --environment {config.task.environment}, which needs no API",
         )
-    stream.rehearse(config.model_name, config.task, config.sampling, environment)
+    rehearsal.rehearse(config.model_name, config.task, config.sampling, environment)
 
     def show(progress: "FeedProgress", line: str) -> None:
         console.note(line)

@@ -43,7 +43,7 @@ def export(
     An adapter is merged into its base, in the dtype of the base or in --dtype; the command prints how much of it
     rounding loses. The source's configuration, tokenizer, code and other files are copied beside the weights.
     """
-    from bridge.checkpoints import export as exports
+    from bridge.checkpoints import model_export as exports
     from bridge.core import hub, mark
 
     if push is not None:

@@ -145,12 +145,12 @@ class Launch:
 
     def _open(self, environment: Environment | None) -> Opened:
         """Open the run, and check all that can be known before vLLM starts; on the first rank."""
-        from bridge.agents import stream
+        from bridge.agents import rehearsal
 
         config, self.directory, resume = open_run(self.config, environment)
         config = self.servers.prepare(config)
         if environment is not None:
-            stream.rehearse(
+            rehearsal.rehearse(
                 config.model_name, config.task, config.sampling, environment,
                 max_model_len=self.servers.max_model_len,
                 pass_size=self.servers.tp_degree * config.context_parallel_size,

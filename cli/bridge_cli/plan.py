@@ -14,7 +14,7 @@ from rich.text import Text
 from bridge.checks import model as model_checks
 from bridge.checks.model import MODES, Obstacle
 from bridge.config import ServeConfig, TrainConfig, combinations
-from bridge.core.memory import left_bytes
+from bridge.core.host_memory import left_bytes
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB, SERVERS_GPU

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from bridge.core.interrupt import SIGNALS
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.processes import children
-from bridge.ranks.groups import tcp_keepalive
+from bridge.ranks.process_groups import tcp_keepalive
 from bridge.ranks.world import INTERFACES, LOOPBACK
 from bridge_cli import command_line, console
 from bridge_cli.rank_gpus import RankLayout

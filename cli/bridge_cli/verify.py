@@ -1,4 +1,4 @@
-"""`bridge verify`: prove on a live server that there is one copy of the weights (`bridge/checks/verify.py`)."""
+"""`bridge verify`: prove on a live server that there is one copy of the weights (`bridge/checks/one_copy_proof.py`)."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ def servers_of(run_dir: Path) -> list[Path]:
 
 def all_proofs(paths: Sequence[Path], *, as_json: bool) -> list[Check]:
     """Run every check on each server, compare the servers, and return all results."""
-    from bridge.checks import verify as proofs
+    from bridge.checks import one_copy_proof as proofs
 
     results = []
     for path in paths:
@@ -78,7 +78,7 @@ def all_proofs(paths: Sequence[Path], *, as_json: bool) -> list[Check]:
 
 def proof(path: Path, *, as_json: bool) -> list[Check]:
     """Run every check on the server of the manifest at `path`, print each result at once, and return them all."""
-    from bridge.checks import verify as proofs
+    from bridge.checks import one_copy_proof as proofs
 
     return shown(proofs.verify(path), as_json=as_json)
 

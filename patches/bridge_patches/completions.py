@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from bridge.errors import AttachError
 from bridge.rollouts.distribution import filters
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
-from bridge_patches import exporter, images
+from bridge_patches import expanded_images, exporter
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED, ROLLOUT
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
@@ -68,7 +68,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     kept_by = _filters(body, engine)
     marks = (AT_ONCE if body.stop else "") + ("" if body.experts is None else f"{ROUTED}{body.experts}-")
     request_id = f"{FILTERED if kept_by else ROLLOUT}{marks}{uuid.uuid4().hex}"
-    prompt = images.prompt(engine, body.prompt, body.images)
+    prompt = expanded_images.prompt(engine, body.prompt, body.images)
     answers = engine.generate(prompt, _params(body, kept_by), request_id, lora_request=adapter)
     try:
         answer = await _unless_disconnected(request, answers)

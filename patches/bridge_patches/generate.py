@@ -20,7 +20,7 @@ from starlette.types import Message, Scope
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes, in_words
 from bridge_patches import wrap
-from bridge_patches.adapter import Adapters
+from bridge_patches.adapter_slots import Adapters
 from bridge_patches.engine_outputs import FILTERED
 
 PINS = """

@@ -21,7 +21,7 @@ from bridge.server import discovery, protocol, receiver
 from bridge.server import manifest as manifests
 from bridge.server.protocol import BRIDGE_ROUTES, HolderRequest, Status
 from bridge_patches import completions, exporter, generate
-from bridge_patches.adapter import Adapters
+from bridge_patches.adapter_slots import Adapters
 from bridge_patches.admission import NOT_IN_MANIFEST, Admission, Rules, refuse_dev_mode
 from bridge_patches.server_fence import ServerFence
 

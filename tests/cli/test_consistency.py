@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bridge.checkpoints import checkpoint
+from bridge.checks import one_copy_proof as verified
 from bridge.checks import passed
-from bridge.checks import verify as verified
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark
 from bridge.core.process import ProcessIdentity

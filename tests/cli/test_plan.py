@@ -278,8 +278,8 @@ def test_this_machines_smallest_gpu_and_memory_are_the_default(
     plan: Planned, page: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [180 * 2**30, 80 * 2**30])
-    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: 64 * 2**30)
-    monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: 100 * 2**30)
+    monkeypatch.setattr("bridge.core.host_memory.available_bytes", lambda: 64 * 2**30)
+    monkeypatch.setattr("bridge.core.host_memory.cgroup_left_bytes", lambda: 100 * 2**30)
     document = plan("7B", None)
     offloaded = row_of(document, "shared_vllm", "adamw, offloaded")
     assert (document["gpu_gib"], offloaded["verdict"]) == (80, "does not fit")

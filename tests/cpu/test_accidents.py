@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bridge.checks.verify import logprob_diffs
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.errors import AttachError
 from bridge.passes.prepared import PreparedModel
 from bridge.server import fence

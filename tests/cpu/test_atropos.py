@@ -1,6 +1,6 @@
 """Atropos as released on PyPI, end to end: its API, one of its environments, our server and our trainer.
 
-Not covered: failures (`tests/unit/atropos/test_stream.py`), and environments of `bridge env` (`tests/cli/test_env.py`).
+Not covered: failures (`tests/unit/atropos/`), and environments of `bridge env` (`tests/cli/test_env.py`).
 """
 
 import os

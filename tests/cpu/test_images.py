@@ -1,6 +1,6 @@
 """Images on the real vLLM on the CPU: it and the trainer see the same ones, and a task that needs them is learned.
 
-Not covered: packed passes (`tests/unit/passes/test_images.py`), a GPU (`tests/gpu/test_images.py`).
+Not covered: packed passes (`tests/unit/passes/test_image_embeddings.py`), a GPU (`tests/gpu/test_images.py`).
 """
 
 import json
@@ -21,7 +21,7 @@ from bridge.passes.packing import Sample, packs
 from bridge.passes.prepared import PreparedModel
 from bridge.planning.model_size import SEEING
 from bridge.rollouts import openai_api
-from bridge.rollouts.images import Encoded, Prompts
+from bridge.rollouts.encoded_prompts import Encoded, Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import COMPLETIONS

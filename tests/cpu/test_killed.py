@@ -6,7 +6,7 @@ trainers killed inside the fence (`test_restore.py`).
 
 from pathlib import Path
 
-from bridge.checks.verify import logprob_diffs
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.passes.prepared import PreparedModel
 from tests import scenarios
 from tests.cli.test_killed import LAST, STEPS, WHILE_IT_SAVES, Run, undisturbed

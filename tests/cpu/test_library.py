@@ -18,7 +18,7 @@ import torch
 
 import bridge
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.checks.verify import logprob_diffs
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.errors import AttachError, RejectedRequestError, UsageError
 from bridge.passes.prepared import PreparedModel
 from tests import forked, scenarios

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bridge.checks.verify import NUM_SAMPLES, logprob_diffs, verify
+from bridge.checks.one_copy_proof import NUM_SAMPLES, logprob_diffs, verify
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
 from bridge.passes.prepared import PreparedModel

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from bridge.checks.verify import NUM_SAMPLES, logprob_diffs
+from bridge.checks.one_copy_proof import NUM_SAMPLES, logprob_diffs
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
 from bridge.passes.prepared import PreparedModel

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from bridge.agents.stream import open_stream
-from bridge.checks.verify import logprob_diffs
+from bridge.agents.open_stream import open_stream
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.config import TrainConfig
 from bridge.passes.prepared import PreparedModel
 from bridge.server.endpoint import Endpoint

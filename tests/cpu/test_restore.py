@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from bridge.checks.verify import logprob_diffs
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.passes.prepared import PreparedModel
 from bridge.server.protocol import Status
 from bridge.types import Group

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
 from bridge.checkpoints import checkpoint
-from bridge.checks.verify import logprob_diffs, verify
+from bridge.checks.one_copy_proof import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from bridge.checks.verify import logprob_diffs
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.config import TrainConfig
 from bridge.modes.lora import LoraMemory
 from bridge.modes.mode import RunContext

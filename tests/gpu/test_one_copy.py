@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bridge.checks.verify import bytes_allocated
+from bridge.checks.one_copy_proof import bytes_allocated
 from bridge.errors import AttachError
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient

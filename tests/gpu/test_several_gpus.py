@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import replicas
-from bridge.checks.verify import logprob_diffs
+from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.passes.prepared import PreparedModel
 from tests import scenarios
 from tests.cpu import test_gpus

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from bridge.agents import stream
+from bridge.agents import rehearsal
 from bridge.config import SamplingConfig, TaskConfig
 from bridge.errors import RewardError, UnsupportedModelError, UsageError
 from bridge.scoring.score import FailedScore, Scores
@@ -60,7 +60,7 @@ def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, *
     config = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
     given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
     with logged() as lines:
-        stream.rehearse(str(model), config, SamplingConfig(), given)
+        rehearsal.rehearse(str(model), config, SamplingConfig(), given)
     return lines
 
 
@@ -92,7 +92,7 @@ def test_images_far_behind_are_refused_at_the_start(tmp_path: Path, *, is_held_o
     training, held_out = (texts, rows) if is_held_out else (rows, texts)
     task = BridgeTask(problems=lambda: iter(training), kept=held_out, recipe=Task)
     with pytest.raises(UnsupportedModelError, match="has no vision model, and a prompt has images"):
-        stream.rehearse(str(text_only), TaskConfig(reward_processes=0), SamplingConfig(), task)
+        rehearsal.rehearse(str(text_only), TaskConfig(reward_processes=0), SamplingConfig(), task)
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
@@ -107,7 +107,7 @@ def test_a_long_prompt_far_behind_is_refused_at_the_start(model: Path, *, is_hel
     def try_with(max_model_len: int | None, max_new_tokens: int | None = 10) -> None:
         sampling = SamplingConfig(max_new_tokens=max_new_tokens)
         config = TaskConfig(reward_processes=0)
-        stream.rehearse(str(model), config, sampling, task, max_model_len=max_model_len)
+        rehearsal.rehearse(str(model), config, sampling, task, max_model_len=max_model_len)
 
     for fitting in (num_tokens + 10, None):
         try_with(fitting)
@@ -152,21 +152,21 @@ def test_a_dropped_message_far_behind_is_refused_with_its_place(tmp_path: Path) 
     rows[4321] = {"prompt": [{"role": "human", "content": "3+4?"}], "answer": 7}
     for name, task in (("problem", of_list(rows)), ("held-out problem", of_list(rows[:9], rows))):
         with pytest.raises(RewardError) as caught:
-            stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), SamplingConfig(), task)
+            rehearsal.rehearse(str(tmp_path), TaskConfig(reward_processes=0), SamplingConfig(), task)
         assert caught.value.message.startswith(f"{name} 4322 of 5,000: the model's chat template drops the message of")
 
 
 def test_problems_are_tried_all_over_a_list(model: Path) -> None:
     rows: Any = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(5000)]
-    tried_ones, lines = stream.tried(of_list(rows, rows[:20]))
+    tried_ones, lines = rehearsal.tried(of_list(rows, rows[:20]))
     places = [int(place.split()[1]) for place, _ in tried_ones if place.startswith("problem")]
     assert places[:3] == [1, 2, 3]
-    assert len(places) == len({*places}) == stream.NUM_TRIED
+    assert len(places) == len({*places}) == rehearsal.NUM_TRIED
     assert max(places) > 4900
     assert lines == ["the prompts of 256 of 5,000 problems are tried before the start"]
-    assert tried_ones == stream.tried(of_list(rows, rows[:20]))[0], "the same each time"
+    assert tried_ones == rehearsal.tried(of_list(rows, rows[:20]))[0], "the same each time"
     long: Any = [{"prompt": "1+" * 50_000 + str(number), "answer": 7} for number in range(200)]
-    assert 3 < len(stream.tried(of_list(long))[0]) < 30, "in about a second, however long they are"
+    assert 3 < len(rehearsal.tried(of_list(long))[0]) < 30, "in about a second, however long they are"
 
 
 def test_a_prompt_without_an_embedding_is_refused(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_stop_that_is_never_found_is_refused(tmp_path: Path) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     sampling = SamplingConfig(stop=("<|im_end|>\n",))
     with pytest.raises(UsageError, match="never ends a completion"):
-        stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), sampling, Task())
+        rehearsal.rehearse(str(tmp_path), TaskConfig(reward_processes=0), sampling, Task())
 
 
 def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> None:
@@ -247,7 +247,7 @@ def test_faults_of_several_kinds_or_that_are_allowed_are_told(model: Path) -> No
 def test_a_score_that_takes_its_time_is_judged_in_training(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "LIMIT_S", 1.0)
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0)
     notes = tried(model, Task(), partial(Hanging, tmp_path / "log"), reward_timeout_s=1000)
     assert notes == ["no made-up completion of the first problems got a reward within 1 s"]
 
@@ -267,8 +267,8 @@ def test_rehearsal_out_of_time_reports_its_first_failure(
         async def close(self) -> None:
             pass
 
-    monkeypatch.setattr(stream, "LIMIT_S", 0.05)
-    assert asyncio.run(stream._failures(cast(Any, Slow()), [{"prompt": "1"}])) == []
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 0.05)
+    assert asyncio.run(rehearsal._failures(cast(Any, Slow()), [{"prompt": "1"}])) == []
     assert caplog.messages == [
         "no made-up completion of the first problems got a reward within 0.05 s: Task.score took longer than 3 s"
     ]
@@ -276,4 +276,4 @@ def test_rehearsal_out_of_time_reports_its_first_failure(
 
 @pytest.mark.parametrize("answer", [10**5000, type("Odd", (), {"__str__": lambda self: 1 / 0})()], ids=["long", "odd"])
 def test_an_answer_that_cannot_be_printed_is_rehearsed_without(answer: object) -> None:
-    assert len(list(stream.completions({"prompt": "p", "answer": answer}))) == 5
+    assert len(list(rehearsal.completions({"prompt": "p", "answer": answer}))) == 5

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.stream import open_stream
+from bridge.agents.open_stream import open_stream
 from bridge.agents.tool_calls import Call
 from bridge.agents.trajectories import DEEPEST, as_turn
 from bridge.checkpoints.run_directory import RunDirectory

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from bridge.atropos import api, stream
+from bridge.atropos import api, atropos_stream
 from tests.unit.http_server import Answer, HttpRequest, as_json
 
 Batch = list[dict[str, Any]]
@@ -117,5 +117,5 @@ class FakeTime:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Replace the clock of the stream and of its client."""
-        with mock.patch.object(stream, "time", self), mock.patch.object(api, "time", self):
+        with mock.patch.object(atropos_stream, "time", self), mock.patch.object(api, "time", self):
             yield

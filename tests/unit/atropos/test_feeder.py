@@ -12,7 +12,7 @@ import pytest
 from bridge.atropos import feeder
 from bridge.atropos.api import AtroposApi
 from bridge.atropos.feeder import FeedProgress, Membership
-from bridge.atropos.groups import scored_group, to_train_on
+from bridge.atropos.scored_groups import scored_group, to_train_on
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
 from bridge.rollouts.sampler import CALL_SEEDS

@@ -1,6 +1,6 @@
 """Training on batches of a fake Atropos API, through the loop.
 
-Not covered: the batches themselves (`test_stream.py`), the real API (`tests/cpu/test_atropos.py`).
+Not covered: the batches themselves (`test_atropos_stream.py`), the real API (`tests/cpu/test_atropos.py`).
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge.atropos import stream
+from bridge.atropos import atropos_stream
 from bridge.errors import AtroposError
 from tests.unit.atropos.atropos_api import FakeApi, pair, scored
 from tests.unit.http_server import serving
@@ -52,7 +52,7 @@ def test_a_run_learns_from_the_apis_batches_alone(running: Running) -> None:
 
 
 def test_an_api_that_stays_empty_ends_the_run_saved(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SHORTEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(atropos_stream, "SHORTEST_PAUSE_S", 0.01)
     api = FakeApi(batches=[batch()], num_waiting=2, largest=3)
     with serving(api) as server, running() as run:
         error = run.stopped(AtroposError, atropos_url=server.url, atropos_timeout_s=0.05, **CHOICES)
@@ -72,7 +72,7 @@ class LateEngine(FakeEngine):
 
 
 def test_a_server_that_dies_is_restarted_for_environments(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a request: it looks dead
+    monkeypatch.setattr(atropos_stream, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a request: it looks dead
     api = FakeApi(batches=[batch()])
     with serving(api) as server, running() as run:
         engine = LateEngine(api=api)

@@ -10,7 +10,7 @@ from bridge.ranks.world import Ranks
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.atropos.atropos_api import FakeApi, FakeTime, pair, scored
-from tests.unit.atropos.test_stream import OURS, running
+from tests.unit.atropos.test_atropos_stream import OURS, running
 from tests.unit.http_server import Answer
 from tests.unit.several_ranks import on_ranks
 

@@ -7,7 +7,7 @@ import pytest
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 
-from bridge.atropos.stream import POLLED_PORTS
+from bridge.atropos.atropos_stream import POLLED_PORTS
 from tests.models import chat, tiny
 
 URL = "http://localhost:9001/v1"

@@ -15,7 +15,7 @@ from bridge.checkpoints import optimizer_state
 from bridge.checkpoints.optimizer_state import FOLDER, POSITIONS, STATE_NAME
 from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.weights import stored_tensors

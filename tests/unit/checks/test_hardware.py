@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from bridge.checks import Check, hardware
 from bridge.checks.hardware import MARK, READ
 from bridge.checks.probe import Facts
-from bridge.core import memory as host
+from bridge.core import host_memory as host
 from bridge.core.python_child import Ended, run_child
 from bridge.server.manifest import Dtype
 from tests.unit.checks_sample import CPU_FACTS, UUID, gpu_facts

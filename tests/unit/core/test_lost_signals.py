@@ -16,7 +16,7 @@ import pytest
 
 from bridge.agents import tools
 from bridge.checkpoints import checkpoint
-from bridge.checks import verify
+from bridge.checks import one_copy_proof
 from bridge.core import hub, python_child
 from bridge.core.concurrency import result_of
 from bridge.core.interrupt import next_item, taken, wait_until
@@ -82,7 +82,7 @@ def compare_replicas(done: threading.Event) -> None:
         done.wait()
         raise ValueError
 
-    verify.replicas([Path("a"), Path("b")], look)
+    one_copy_proof.replicas([Path("a"), Path("b")], look)
 
 
 def compile_ahead(done: threading.Event) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import bridge
-from bridge.checkpoints import checkpoint, export, optimizer_state
+from bridge.checkpoints import checkpoint, model_export, optimizer_state
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core import claim
 from bridge.errors import CheckpointError, ServerUnreachableError, UsageError
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_a_loop_is_one_of_bridge(attach: Attach, tmp_path: Path)
     saved = policy.save(step=1, optimizer=optimizer)
     progress = checkpoint.read(saved).progress
     assert (progress.step, progress.run_dir) == (1, tmp_path / "run")
-    assert (export.export(saved, tmp_path / "exported").folder / "model.safetensors").is_file()
+    assert (model_export.export(saved, tmp_path / "exported").folder / "model.safetensors").is_file()
 
 
 def test_report_reads_the_run_of_a_loop(attach: Attach, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A step with images on two ranks, beside a stand-in for vLLM: pixels go only to the rank that trains on them.
 
-Not covered: real vLLMs (`tests/cpu/test_images.py`), packed passes (`tests/unit/passes/test_images.py`).
+Not covered: real vLLMs (`tests/cpu/test_images.py`), packed passes (`tests/unit/passes/test_image_embeddings.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from bridge.agents.stream import open_stream
+from bridge.agents.open_stream import open_stream
 from bridge.config import TrainConfig
 from bridge.learn.policy_loss import LossSpec
 from bridge.passes.packing import Sample
 from bridge.ranks import messages
 from bridge.ranks.tensors import Tensors
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts import images
+from bridge.rollouts import encoded_prompts
 from bridge.run.learner import Learner
 from bridge.run.step_batch import Batch
 from bridge.server.endpoint import Endpoint
@@ -34,7 +34,7 @@ from tests.models.families import FAMILIES
 from tests.models.processors import END, IMAGE, START
 from tests.unit.http_server import serving
 from tests.unit.openai_server import openai
-from tests.unit.rollouts.test_images import Processor
+from tests.unit.rollouts.test_encoded_prompts import Processor
 from tests.unit.run.test_learner import learner_of
 from tests.unit.several_ranks import on_ranks
 
@@ -50,7 +50,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config.save_pretrained(tmp_path)
     tiny.write_tokenizer(tmp_path, tiny.VOCABULARY, (IMAGE, "<|video_pad|>", START, END))
     processor = Processor(AutoTokenizer.from_pretrained(tmp_path))
-    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: processor))
+    monkeypatch.setattr(encoded_prompts, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: processor))
     for number in range(NUM_GROUPS):
         Image.effect_noise(SIZES[number % len(SIZES)], 90).convert("RGB").save(tmp_path / f"{number}.png")
     return tmp_path

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bridge.agents import stream
+from bridge.agents import rehearsal
 from bridge.agents.tools import LONGEST_ANSWER, Tools, awaited
 from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
@@ -154,7 +154,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rehearsed(model: Path, environment: str, **choices: Any) -> list[str]:
     config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))
     with logged() as lines:
-        stream.rehearse(str(model), config, SamplingConfig(), registry.load(config))
+        rehearsal.rehearse(str(model), config, SamplingConfig(), registry.load(config))
     return lines
 
 

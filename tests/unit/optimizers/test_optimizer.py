@@ -17,7 +17,7 @@ from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers import split_adamw
 from bridge.optimizers.factory import make, scaled_group, schedule
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS, Coefficients, join, split
 

@@ -391,8 +391,10 @@ def test_given_sizes_need_no_probe() -> None:
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, **choices: Any) -> Budget:
     """Return the budget on a host with this many MiB available, in a container with this limit."""
-    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: int(available * MIB))
-    monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
+    monkeypatch.setattr("bridge.core.host_memory.available_bytes", lambda: int(available * MIB))
+    monkeypatch.setattr(
+        "bridge.core.host_memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB)
+    )
     trained = model()
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -27,7 +27,7 @@ from bridge.passes.prepared import PreparedModel
 from bridge.weights.adapter import Adapter
 from tests.logged import nothing_logged
 from tests.models.families import FAMILIES
-from tests.unit.passes import test_images, test_routing
+from tests.unit.passes import test_image_embeddings, test_routing
 from tests.unit.passes.test_preparation import SIZES
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
@@ -250,8 +250,8 @@ def test_two_models_keep_and_cut_independently() -> None:
 def test_images_are_proved_once_for_each_prepared_model(monkeypatch: pytest.MonkeyPatch) -> None:
     proved = list[int]()
     monkeypatch.setattr(image_proof, "prove", lambda _, samples: proved.append(len(samples)))
-    model = test_images.model_of("Mistral 3")
-    *seen, text = test_images.samples_of(model)[:7]
+    model = test_image_embeddings.model_of("Mistral 3")
+    *seen, text = test_image_embeddings.samples_of(model)[:7]
     first, second = PreparedModel(model), PreparedModel(model)
     first.prove_images([text])
     assert proved == []

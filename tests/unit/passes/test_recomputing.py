@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from bridge.passes import attention, layers, offload
+from bridge.passes import activation_offload, attention, layers
 from bridge.passes.layers import HOST_INPUTS, Kept
 from bridge.passes.packing_proof import packed
 from bridge.passes.prepared import PreparedModel
@@ -110,7 +110,7 @@ def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyP
         moved.append(tensor.shape)
         return tensor.clone(), None
 
-    monkeypatch.setattr(offload._Kept, "_to_host", to_host)
+    monkeypatch.setattr(activation_offload._Kept, "_to_host", to_host)
     model = tiny(FAMILIES["qwen3"])
     model.set_attn_implementation(attention.NAME)
     layers.call_again(model)
@@ -147,16 +147,16 @@ def test_device_memory_is_independent_of_host_run_ahead(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch, "empty_like", empty_like)
-    kept = offload._Kept(set(), 1, torch.float32)
+    kept = activation_offload._Kept(set(), 1, torch.float32)
     packed = list[Any]()
     for number, tensor in enumerate(tensors, 1):
         packed.append(kept.pack(tensor))
-        assert len(kept._here) == min(number, offload.AHEAD)
+        assert len(kept._here) == min(number, activation_offload.AHEAD)
         assert computing.wait_event.call_count == number - len(kept._here)
     for one in reversed(packed):
         kept.unpack(one)
-        assert len(kept._here) <= offload.AHEAD
-    assert inside == [False] * (len(tensors) - offload.AHEAD)
+        assert len(kept._here) <= activation_offload.AHEAD
+    assert inside == [False] * (len(tensors) - activation_offload.AHEAD)
     assert not any(tensor.record_stream.called for tensor in (*tensors, *made))
 
 
@@ -165,7 +165,7 @@ def test_device_memory_is_independent_of_host_run_ahead(monkeypatch: pytest.Monk
 )
 def test_offloaded_tensors_keep_their_strides(kept: Tensor) -> None:
     """Compiled code counts on it."""
-    keeper = offload._Kept(set(), kept.numel(), kept.dtype)
+    keeper = activation_offload._Kept(set(), kept.numel(), kept.dtype)
     back = keeper.unpack(keeper.pack(kept))
     assert back.stride() == kept.stride()
     assert torch.equal(back, kept)

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from bridge.server.protocol import ADAPTER, TOKEN_HEADER, Holder
 from bridge_patches import routes
-from bridge_patches.adapter import Adapters
+from bridge_patches.adapter_slots import Adapters
 from bridge_patches.admission import Rules
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import dead_holder, manifest

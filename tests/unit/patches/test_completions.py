@@ -21,7 +21,7 @@ from bridge.rollouts import openai_api
 from bridge.rollouts.openai_api import Completions
 from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from bridge_patches import completions as completions_route
-from bridge_patches import images, routes
+from bridge_patches import expanded_images, routes
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
@@ -428,6 +428,6 @@ def test_all_image_tokens_must_be_found() -> None:
     """Of an image that was expanded twice, vLLM finds the first tokens."""
     one, other = (SimpleNamespace(tokens=[7] * count) for count in (2, 3))
     ids = [1, 7, 7, 2, 7, 7, 7, 3]
-    assert images._fault(ids, [one, other], 2) == ""
-    assert "finds the tokens of 1 images in the prompt, expected those of 2" in images._fault(ids, [one], 2)
-    assert "finds 5 image tokens in the prompt, which has 6" in images._fault([*ids, 7], [one, other], 2)
+    assert expanded_images._fault(ids, [one, other], 2) == ""
+    assert "finds the tokens of 1 images in the prompt, expected those of 2" in expanded_images._fault(ids, [one], 2)
+    assert "finds 5 image tokens in the prompt, which has 6" in expanded_images._fault([*ids, 7], [one, other], 2)

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
 from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
 from bridge_patches import generate, routes
-from bridge_patches.adapter import Adapters
+from bridge_patches.adapter_slots import Adapters
 from bridge_patches.engine_outputs import FILTERED
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest

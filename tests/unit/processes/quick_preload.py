@@ -1,8 +1,8 @@
-"""`bridge_patches.preload` with imports that are quick, or that fail with FAILS in the environment."""
+"""`bridge_patches.preloaded_server` with imports that are quick, or that fail with FAILS in the environment."""
 
 import os
 
-from bridge_patches import preload
+from bridge_patches import preloaded_server
 
 
 def imported() -> bool:
@@ -14,5 +14,5 @@ def imported() -> bool:
 
 
 if __name__ == "__main__":
-    preload._import = imported
-    preload.main()
+    preloaded_server._import = imported
+    preloaded_server.main()

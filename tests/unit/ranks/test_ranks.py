@@ -29,13 +29,13 @@ from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core import atomic_folder, mark
 from bridge.engine.sharing import busiest, distribute
 from bridge.errors import BridgeError, RankError, UsageError
-from bridge.optimizers import offload, slabs
-from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers import offloaded_adamw, slabs
+from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
-from bridge.ranks import groups as groups_of_torch
+from bridge.ranks import process_groups as groups_of_torch
 from bridge.ranks import world
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run.learner import Learner
@@ -86,7 +86,7 @@ def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let optimizers of tiny models work in several slabs, pieces and chunks."""
     monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", 3000)
     monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", 2000)
-    monkeypatch.setattr(offload, "CHUNK_ELEMENTS", 1024)
+    monkeypatch.setattr(offloaded_adamw, "CHUNK_ELEMENTS", 1024)
 
 
 def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> ShardedOptimizer:

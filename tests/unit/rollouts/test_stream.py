@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.agents.stream import open_stream
+from bridge.agents.open_stream import open_stream
 from bridge.config import TrainConfig
 from bridge.engine import measuring
 from bridge.errors import RewardError, ServerUnreachableError

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bridge.atropos import feeder, stream
+from bridge.atropos import atropos_stream, feeder
 from bridge.checks import server as checks
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
@@ -142,7 +142,7 @@ def test_a_health_check_on_another_route_sends_the_key(server: HttpServer, monke
 def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max_model_len(server.url) is None
     monkeypatch.setenv(api_key.VARIABLE, KEY)
-    stream.longest_sequence(server.url, 1024)
+    atropos_stream.longest_sequence(server.url, 1024)
     assert server.requests[-1].headers["authorization"] == f"Bearer {KEY}"
 
 

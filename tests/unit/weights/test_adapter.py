@@ -19,7 +19,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.optimizers.factory import scaled_group
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes.preparation import recompute_activations
 from bridge.passes.prepared import PreparedModel

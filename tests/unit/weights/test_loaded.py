@@ -124,9 +124,9 @@ def test_too_little_memory_is_refused_before_loading(folder: Path, monkeypatch: 
 
 
 def test_free_memory_is_the_smaller_of_host_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: 7)
+    monkeypatch.setattr("bridge.core.host_memory.available_bytes", lambda: 7)
     for left, free in ((None, 7), (5, 5), (9, 7)):
-        monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda left=left: left)
+        monkeypatch.setattr("bridge.core.host_memory.cgroup_left_bytes", lambda left=left: left)
         assert loaded.free_bytes(torch.device("cpu")) == free
 
 

@@ -18,7 +18,7 @@ from bridge.checkpoints.optimizer_state import WholeState
 from bridge.errors import RankError, UsageError
 from bridge.optimizers import slabs
 from bridge.optimizers.gradient_hooks import counted
-from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS

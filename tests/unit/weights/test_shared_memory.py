@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge.core.memory import available_bytes
+from bridge.core.host_memory import available_bytes
 from bridge.errors import AttachError
 from bridge.weights import shared_memory
 from bridge.weights.shared_memory import SharedBlock, allocate, open_storage
@@ -158,7 +158,7 @@ def test_unsealed_memfd_is_refused() -> None:
 def test_more_memory_than_is_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was requested"))
     for left in (available_bytes(), 1000):
-        monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda left=left: left)
+        monkeypatch.setattr("bridge.core.host_memory.cgroup_left_bytes", lambda left=left: left)
         with pytest.raises(AttachError, match="GiB of shared memory"):
             allocate(left + 2**30)
 

@@ -1,6 +1,6 @@
 """Images in packed sequences: the same as in transformers' own model, for each family whose images are proved.
 
-Not covered: the processor (`tests/unit/rollouts/test_images.py`), vLLM (`tests/cpu/test_images.py`).
+Not covered: the processor (`tests/unit/rollouts/test_encoded_prompts.py`), vLLM (`tests/cpu/test_images.py`).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import UnsupportedModelError
-from bridge.passes import images, preparation
+from bridge.passes import image_embeddings, preparation
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.prepared import PreparedModel
 from bridge.planning.model_size import SEEING
@@ -75,10 +75,10 @@ def alone(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
     ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
     shown: dict[str, Any] = {}
     if sample.images is not None:
-        shown = images.tensors([sample.images])
+        shown = image_embeddings.tensors([sample.images])
         if model.config.model_type in OF_QWEN:
             shown["mm_token_type_ids"] = torch.zeros_like(ids)
-            shown["mm_token_type_ids"][0, images.image_tokens(sample.images)] = 1
+            shown["mm_token_type_ids"][0, image_embeddings.image_tokens(sample.images)] = 1
     hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=False, **shown).last_hidden_state[0]
     return hidden[len(sample.prompt_token_ids) - 1 : -1]
 
@@ -141,10 +141,10 @@ def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
         ids = sample.prompt_token_ids + sample.token_ids
         assert sample.images is not None
         kinds = torch.zeros(1, len(ids), dtype=torch.int64)
-        kinds[0, images.image_tokens(sample.images)] = 1
-        grids = images.tensors([sample.images])["image_grid_thw"]
+        kinds[0, image_embeddings.image_tokens(sample.images)] = 1
+        grids = image_embeddings.tensors([sample.images])["image_grid_thw"]
         expected, _ = model.base_model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=grids)
-        assert images.positions(len(ids), sample.images).tolist() == expected[:, 0].tolist()
+        assert image_embeddings.positions(len(ids), sample.images).tolist() == expected[:, 0].tolist()
 
 
 def test_gradients_reach_the_text_and_not_the_tower(prepared: PreparedModel) -> None:
@@ -190,15 +190,15 @@ def test_sampled_image_token_is_text(prepared: PreparedModel) -> None:
     assert (hidden[batch.rows_N[is_second]] - alone(model, second)).abs().max() < EQUAL
 
 
-def _text_positions(num_tokens: int, _: Images | None, *, original: Any = images.positions) -> Any:
+def _text_positions(num_tokens: int, _: Images | None, *, original: Any = image_embeddings.positions) -> Any:
     return original(num_tokens, None)
 
 
-def _other_order(model: PreTrainedModel, several: list[Images], *, original: Any = images.features) -> Any:
+def _other_order(model: PreTrainedModel, several: list[Images], *, original: Any = image_embeddings.features) -> Any:
     return original(model, several[::-1])
 
 
-def _without_deepstack(*args: Any, original: Any = images.inputs) -> Any:
+def _without_deepstack(*args: Any, original: Any = image_embeddings.inputs) -> Any:
     taken = original(*args)
     return {name: value for name, value in taken.items() if name in ("inputs_embeds", "position_ids")}
 
@@ -217,7 +217,7 @@ def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pyte
     if fault == "positions" and model.config.model_type not in OF_QWEN:
         pytest.skip("its tokens count")
     name, replacement, words = FAULTS[fault]
-    monkeypatch.setattr(images, name, replacement)
+    monkeypatch.setattr(image_embeddings, name, replacement)
     unproved = PreparedModel(model)
     for _ in range(2):  # nothing is proved by the first
         with pytest.raises(UnsupportedModelError, match=words):
@@ -232,7 +232,7 @@ def test_too_little_memory_says_nothing_about_the_family(
     def too_large(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(images, "features", too_large)
+    monkeypatch.setattr(image_embeddings, "features", too_large)
     unproved = PreparedModel(model)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from bridge.atropos.stream import AtroposStream
+from bridge.atropos.atropos_stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn.samples import with_advantages

@@ -46,7 +46,7 @@ SAME_WEIGHTS_LIMIT = FP8_LOGPROB_MEAN_LIMIT
 LOGPROBS = "log-probabilities"
 TRIES = 5
 """Retries, because a publication can change versions between two reads."""
-MODULE = "bridge.checks.verify"
+MODULE = "bridge.checks.one_copy_proof"
 """Runs once for each part of a model, if there are several."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
 

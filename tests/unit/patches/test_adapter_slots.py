@@ -15,7 +15,7 @@ from bridge.errors import AttachError
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import AdapterSlot, Holder, Refusal, Status
 from bridge_patches import routes
-from bridge_patches.adapter import Adapters
+from bridge_patches.adapter_slots import Adapters
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import as_json, serving

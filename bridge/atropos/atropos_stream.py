@@ -15,7 +15,7 @@ from contextlib import closing
 import torch
 
 from bridge.atropos.api import NO_TRAINER, AtroposApi, ScoredGroup, TrainerInfo
-from bridge.atropos.groups import flaws, ignored, left_out, to_train_on
+from bridge.atropos.scored_groups import flaws, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.core.logs import info_once
 from bridge.errors import AtroposError, RewardError, UsageError

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import MARKER_NAME, Progress
-from bridge.checkpoints.export import export
+from bridge.checkpoints.model_export import export
 from bridge.config import TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError

@@ -2,7 +2,7 @@
 
 What is made here is what the server and the trainer compute with: neither expands a token nor reads a pixel again.
 
-Not covered: where an image's embeddings come from (`bridge/passes/images.py`), prompts without images (`problems.py`).
+Not covered: the embeddings of an image (`bridge/passes/image_embeddings.py`), prompts without images (`problems.py`).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 from bridge.core import image_file
 from bridge.core.foreign_code import described
 from bridge.errors import RewardError, UnsupportedModelError, UsageError, with_class
-from bridge.passes.images import SIZES
+from bridge.passes.image_embeddings import SIZES
 from bridge.planning.model_size import SEEING
 from bridge.rollouts import chat_template, problems
 from bridge.types import Array, Images, Message, Problem

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bridge.checks import Check, verify
-from bridge.checks.verify import Served
+from bridge.checks import Check, one_copy_proof
+from bridge.checks.one_copy_proof import Served
 from bridge.config import SamplingConfig
 from bridge.core.process import ProcessIdentity
 from bridge.passes.prepared import PreparedModel
@@ -74,20 +74,20 @@ def statuses(checks: Iterator[Check]) -> list[str]:
 
 
 def test_one_copy_passes_and_a_parameter_elsewhere_fails(attached: AttachedModel) -> None:
-    assert verify.storages(attached).status == "PASS"
-    assert verify.bytes_allocated(attached).status == "PASS"
+    assert one_copy_proof.storages(attached).status == "PASS"
+    assert one_copy_proof.bytes_allocated(attached).status == "PASS"
     model: Any = attached.model
     model.model.norm.weight = nn.Parameter(torch.ones(128, dtype=torch.bfloat16))
-    assert verify.storages(attached).status == "FAIL"
-    assert "model.norm.weight" in verify.storages(attached).found
-    assert verify.bytes_allocated(attached).status == "FAIL"
-    assert "256 bytes" in verify.bytes_allocated(attached).found
+    assert one_copy_proof.storages(attached).status == "FAIL"
+    assert "model.norm.weight" in one_copy_proof.storages(attached).found
+    assert one_copy_proof.bytes_allocated(attached).status == "FAIL"
+    assert "256 bytes" in one_copy_proof.bytes_allocated(attached).found
 
 
 def test_marks_pass_both_ways_and_are_put_back(server: ToyServer, attached: AttachedModel) -> None:
     before = copied(server)
     client = FakeClient(server.tensors)
-    assert statuses(verify.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
+    assert statuses(one_copy_proof.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
     assert {element.parameter for element in client.elements_read[0]} == server.tensors.keys()
     assert len(client.elements_read[0]) == len(server.manifest.shards[0].param_mappings)
@@ -96,14 +96,14 @@ def test_marks_pass_both_ways_and_are_put_back(server: ToyServer, attached: Atta
 def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedModel) -> None:
     before = copied(server)
     client = FakeClient(copied(server))
-    assert statuses(verify.markers(attached, cast(BridgeClient, client)))[:2] == ["FAIL", "FAIL"]
+    assert statuses(one_copy_proof.markers(attached, cast(BridgeClient, client)))[:2] == ["FAIL", "FAIL"]
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
 def test_one_unshared_parameter_fails(server: ToyServer, attached: AttachedModel) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     client = FakeClient({**server.tensors, name: server.tensors[name].clone()})
-    written, read, _ = verify.markers(attached, cast(BridgeClient, client))
+    written, read, _ = one_copy_proof.markers(attached, cast(BridgeClient, client))
     total = len(server.manifest.shards[0].param_mappings)
     assert (written.status, read.status) == ("FAIL", "FAIL")
     assert f"{total - 1} of {total}" in written.found
@@ -116,7 +116,7 @@ def test_mark_differs_from_the_value_before(server: ToyServer, attached: Attache
         middle = view.offset + attached.model.get_parameter(name).numel() // 2
         server.tensors[view.parameter].view(-1)[middle] = 1.0 + index % 128 / 128
     client = FakeClient(copied(server))
-    written, *_ = verify.markers(attached, cast(BridgeClient, client))
+    written, *_ = one_copy_proof.markers(attached, cast(BridgeClient, client))
     assert written.found.startswith("0 of")
 
 
@@ -127,7 +127,7 @@ def test_marks_are_put_back_if_the_server_fails(server: ToyServer, attached: Att
 
     before = copied(server)
     with pytest.raises(ConnectionError):
-        list(verify.markers(attached, cast(BridgeClient, Unreachable(server.tensors))))
+        list(one_copy_proof.markers(attached, cast(BridgeClient, Unreachable(server.tensors))))
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
@@ -138,12 +138,12 @@ def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: Attach
         def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
             pytest.fail("it wrote")
 
-    skipped, same = verify.values(attached, cast(BridgeClient, ReadOnly(server.tensors)))
+    skipped, same = one_copy_proof.values(attached, cast(BridgeClient, ReadOnly(server.tensors)))
     assert (skipped.status, same.status, same.found) == ("SKIP", "PASS", f"{total} of {total} values are equal")
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
     stale = copied(server)
     stale["model.norm.weight"].add_(1)
-    *_, other = verify.values(attached, cast(BridgeClient, ReadOnly(stale)))
+    *_, other = one_copy_proof.values(attached, cast(BridgeClient, ReadOnly(stale)))
     assert (other.status, other.found) == ("FAIL", f"{total - 1} of {total} values are equal")
 
 
@@ -159,18 +159,18 @@ def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: Attach
 def test_an_update_meanwhile_is_no_failure(status: Any, after: int, state: Any, outcome: str) -> None:
     check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", hint="attach again")
     served = Status(model="m", version=after, state=state, server=ProcessIdentity.current())
-    judged = verify.unless_updated(check, 3, served)
+    judged = one_copy_proof.unless_updated(check, 3, served)
     assert judged.status == outcome
     assert "0.2" in judged.found
 
 
 def test_checksums_name_the_first_that_differs(server: ToyServer, attached: AttachedModel) -> None:
     theirs = {name: digest(tensor) for name, tensor in server.tensors.items()}
-    assert verify.digests(attached, theirs).status == "PASS"
-    changed = verify.digests(attached, {**theirs, "model.norm.weight": "0" * 16})
+    assert one_copy_proof.digests(attached, theirs).status == "PASS"
+    changed = one_copy_proof.digests(attached, {**theirs, "model.norm.weight": "0" * 16})
     assert (changed.status, "model.norm.weight" in changed.found) == ("FAIL", True)
-    assert verify.digests(attached, {}).status == "FAIL"
-    assert verify.digests(attached, {**theirs, "stranger": "0"}).status == "FAIL"
+    assert one_copy_proof.digests(attached, {}).status == "FAIL"
+    assert one_copy_proof.digests(attached, {**theirs, "stranger": "0"}).status == "FAIL"
 
 
 def truth(attached: AttachedModel, prompt: list[int], token_ids: list[int]) -> list[float]:
@@ -195,11 +195,11 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
         return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
 
     with serving(openai(bend)) as http, Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
-        groups = verify.sample(sampler, Endpoint(url=http.url), attached.model.config.vocab_size)
-        check = verify.logprobs(verify.logprob_diffs(PreparedModel(attached.model), groups))
+        groups = one_copy_proof.sample(sampler, Endpoint(url=http.url), attached.model.config.vocab_size)
+        check = one_copy_proof.logprobs(one_copy_proof.logprob_diffs(PreparedModel(attached.model), groups))
     assert check.status == status, check.found
-    assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
-    assert len(answers) == verify.NUM_PROMPTS
+    assert check.found.startswith(f"{3 * one_copy_proof.NUM_PROMPTS * one_copy_proof.NUM_SAMPLES} tokens")
+    assert len(answers) == one_copy_proof.NUM_PROMPTS
     assert all(max(prompt) < tiny.VOCABULARY for prompt in answers)
 
 
@@ -260,14 +260,14 @@ def test_a_mixture_is_verified_with_the_servers_experts(
     expected: str,
 ) -> None:
     client = LiveClient(mixture.tensors, url_of_other_experts)
-    monkeypatch.setattr(verify, "BridgeClient", lambda *_, **__: closing(client))
+    monkeypatch.setattr(one_copy_proof, "BridgeClient", lambda *_, **__: closing(client))
     monkeypatch.setattr("bridge.server.fence.frozen", lambda _: nullcontext(True))
     if not is_replayed:
         monkeypatch.setattr(RouterReplay, "if_known", lambda *_: None)
     manifests.write(mixture.manifest, tmp_path / "m.json")
-    *weights, logprobs = verify.verify(tmp_path / "m.json", timeout_s=20)
+    *weights, logprobs = one_copy_proof.verify(tmp_path / "m.json", timeout_s=20)
     assert {check.status for check in weights} == {"PASS"}
-    assert (logprobs.name, logprobs.status) == (verify.LOGPROBS, expected), logprobs.found
+    assert (logprobs.name, logprobs.status) == (one_copy_proof.LOGPROBS, expected), logprobs.found
 
 
 def test_a_mixture_in_parts_is_verified_with_the_servers_experts(
@@ -277,24 +277,25 @@ def test_a_mixture_in_parts_is_verified_with_the_servers_experts(
     manifests.write(toy_server.in_parts(mixture, 2), tmp_path / "m.json")
     endpoint = Endpoint(url=url_of_other_experts, reports_experts=True)
     with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
-        groups: list[Group] = verify.sample(sampler, endpoint, mixture.reference.config.vocab_size)
+        groups: list[Group] = one_copy_proof.sample(sampler, endpoint, mixture.reference.config.vocab_size)
     given, own = (
-        verify.diffs_of_parts(tmp_path / "m.json", 2, groups, experts, timeout_s=100) for experts in (EXPERTS, (9, 2))
+        one_copy_proof.diffs_of_parts(tmp_path / "m.json", 2, groups, experts, timeout_s=100)
+        for experts in (EXPERTS, (9, 2))
     )
-    assert len(given) == len(own) == 3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES
-    assert verify.logprobs(given).status == "PASS", given.mean()
-    assert verify.logprobs(own).status == "FAIL", own.mean()
+    assert len(given) == len(own) == 3 * one_copy_proof.NUM_PROMPTS * one_copy_proof.NUM_SAMPLES
+    assert one_copy_proof.logprobs(given).status == "PASS", given.mean()
+    assert one_copy_proof.logprobs(own).status == "FAIL", own.mean()
 
 
 def test_replicas_that_differ_are_named() -> None:
     equal = {path: Served(3, {"a": "1", "b": "2"}) for path in map(Path, "xyz")}
-    assert verify.replicas([*equal], equal.__getitem__).status == "PASS"
+    assert one_copy_proof.replicas([*equal], equal.__getitem__).status == "PASS"
     other = equal | {Path("y"): Served(3, {"a": "1", "b": "3"})}
-    check = verify.replicas([*other], other.__getitem__)
+    check = one_copy_proof.replicas([*other], other.__getitem__)
     assert check.status == "FAIL"
     assert check.found == "1 of 2 tensors of y differ from those of x, the first: b"
     missing = equal | {Path("z"): Served(3, {"a": "1"})}
-    assert "tensors of z differ" in verify.replicas([*missing], missing.__getitem__).found
+    assert "tensors of z differ" in one_copy_proof.replicas([*missing], missing.__getitem__).found
 
 
 def test_replicas_are_compared_in_their_fp8(monkeypatch: pytest.MonkeyPatch, server: ToyServer, tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_replicas_are_compared_in_their_fp8(monkeypatch: pytest.MonkeyPatch, ser
     monkeypatch.setattr(BridgeClient, "status", lambda _: SimpleNamespace(version=3))
     monkeypatch.setattr("bridge.server.fence.frozen", lambda _: nullcontext(False))
     manifests.write(server.manifest, tmp_path / "m.json")
-    assert verify.served(tmp_path / "m.json") == Served(3, {"w": "1", "w in FP8": "f"})
+    assert one_copy_proof.served(tmp_path / "m.json") == Served(3, {"w": "1", "w in FP8": "f"})
 
 
 def test_replicas_are_compared_at_one_version() -> None:
@@ -315,10 +316,10 @@ def test_replicas_are_compared_at_one_version() -> None:
         return Served(3 if late else 4, {"a": str(late)})
 
     published = 2
-    assert verify.replicas([Path("x"), Path("y")], look).status == "PASS"
+    assert one_copy_proof.replicas([Path("x"), Path("y")], look).status == "PASS"
     assert num_reads == {"x": 3, "y": 3}
     published = 99
-    check = verify.replicas([Path("x"), Path("y")], look)
+    check = one_copy_proof.replicas([Path("x"), Path("y")], look)
     assert check.status == "SKIP"
     assert "again and again" in check.found
 
@@ -335,15 +336,15 @@ def test_fp8_is_compared_with_the_shared_weights(server: ToyServer, attached: At
         return {name: fp8.digest(*fp8.quantized(server.tensors[name], how)) for name in shard.quantized}
 
     current = served()
-    assert verify.quantized_weights(attached, current).status == "PASS"
+    assert one_copy_proof.quantized_weights(attached, current).status == "PASS"
     server.tensors[DOWN].view(-1)[7] += 1
-    stale = verify.quantized_weights(attached, current)
+    stale = one_copy_proof.quantized_weights(attached, current)
     assert (stale.status, stale.found) == (
         "FAIL", f"1 of 2 served tensors are not the FP8 of the shared ones: {DOWN}",
     )  # fmt: skip
-    assert verify.quantized_weights(attached, served()).status == "PASS"
+    assert one_copy_proof.quantized_weights(attached, served()).status == "PASS"
     missing = {name: text for name, text in served().items() if name != DOWN}
-    assert verify.quantized_weights(attached, missing).status == "FAIL"
+    assert one_copy_proof.quantized_weights(attached, missing).status == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -357,13 +358,13 @@ def test_fp8_is_compared_with_the_shared_weights(server: ToyServer, attached: At
     ],
 )
 def test_engines_of_the_same_weights_may_differ(mean: float, have_same_weights: bool, expected: str) -> None:
-    check = verify.logprobs(torch.full((3,), mean), have_same_weights=have_same_weights)
+    check = one_copy_proof.logprobs(torch.full((3,), mean), have_same_weights=have_same_weights)
     assert check.status == expected
     assert ("with equal checksums" in check.found) == (expected == "WARN")
 
 
 def test_fp8_may_differ_more_from_the_trainer() -> None:
     diffs = torch.full((3,), 0.1)
-    assert verify.logprobs(diffs).status == "FAIL"
-    assert verify.logprobs(diffs, verify.FP8_LOGPROB_MEAN_LIMIT).status == "PASS"
-    assert verify.logprobs(diffs * 3, verify.FP8_LOGPROB_MEAN_LIMIT).status == "FAIL"
+    assert one_copy_proof.logprobs(diffs).status == "FAIL"
+    assert one_copy_proof.logprobs(diffs, one_copy_proof.FP8_LOGPROB_MEAN_LIMIT).status == "PASS"
+    assert one_copy_proof.logprobs(diffs * 3, one_copy_proof.FP8_LOGPROB_MEAN_LIMIT).status == "FAIL"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bridge.atropos.api import ScoredGroup
-from bridge.atropos.groups import flaws, to_train_on
+from bridge.atropos.scored_groups import flaws, to_train_on
 from bridge.types import Group
 from tests.unit.atropos.atropos_api import pair, scored
 

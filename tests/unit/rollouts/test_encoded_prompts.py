@@ -19,15 +19,15 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, Gemma3Config, PreTrainedTokenizerBase
 
-from bridge.agents.stream import open_stream
+from bridge.agents.open_stream import open_stream
 from bridge.agents.trajectories import as_chat
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core.concurrency import gather_or_cancel
 from bridge.errors import BridgeError, RewardError, UnsupportedModelError, UsageError
 from bridge.ranks import messages
-from bridge.rollouts import images, openai_api, problems
+from bridge.rollouts import encoded_prompts, openai_api, problems
+from bridge.rollouts.encoded_prompts import Prompts
 from bridge.rollouts.groups import Completions
-from bridge.rollouts.images import Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import CompletionsRequest
@@ -91,7 +91,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def processor(model: Path, monkeypatch: pytest.MonkeyPatch) -> Processor:
     made = Processor(AutoTokenizer.from_pretrained(model))
-    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: made))
+    monkeypatch.setattr(encoded_prompts, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: made))
     return made
 
 
@@ -100,7 +100,7 @@ def file(folder: Path, name: str, size: tuple[int, int] = (16, 8)) -> str:
     return str(folder / name)
 
 
-def encode(model: Path, prompt: Any, *paths: str, **choices: Any) -> images.Encoded:
+def encode(model: Path, prompt: Any, *paths: str, **choices: Any) -> encoded_prompts.Encoded:
     problem: Any = {"prompt": prompt, "images": [*paths]}
     return Prompts(str(model), AutoTokenizer.from_pretrained(model), {}, **choices).encode(problem)
 
@@ -145,7 +145,7 @@ def test_rows_of_an_image_are_runs_of_its_tokens(tmp_path: Path, monkeypatch: py
     FAMILIES["Mistral 3"]().save_pretrained(tmp_path)
     tiny.write_tokenizer(tmp_path, tiny.VOCABULARY, (IMAGE, "<|video_pad|>", START, END))
     made = OfPixtral(AutoTokenizer.from_pretrained(tmp_path))
-    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: made))
+    monkeypatch.setattr(encoded_prompts, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: made))
     paths = file(tmp_path, "a.png", (24, 16)), file(tmp_path, "b.png", (8, 8))
     ids, shown = encode(tmp_path, f"a{IMAGE}b{IMAGE}", *paths)
     assert shown is not None
@@ -255,7 +255,7 @@ def test_a_missing_processor_and_cut_passes_are_refused(
     def missing(_: str, **__: object) -> None:
         raise ImportError("\nQwen3VLVideoProcessor requires the Torchvision library\nbut it was not found")
 
-    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=missing))
+    monkeypatch.setattr(encoded_prompts, "AutoProcessor", SimpleNamespace(from_pretrained=missing))
     refused = refusal(model, MARKER, path)
     assert isinstance(refused, UsageError)
     assert "requires the Torchvision library" in refused.message
@@ -295,12 +295,12 @@ def test_no_more_pixels_are_held_than_requests_may_be_in_flight() -> None:
     shown = Images.of((), starts=(), grids=())
 
     class Counted(Prompts):
-        async def encode_beside(self, problem: Problem) -> images.Encoded:
+        async def encode_beside(self, problem: Problem) -> encoded_prompts.Encoded:
             nonlocal held, most_held
             held += 1
             most_held = max(most_held, held)
             await asyncio.sleep(0)
-            return images.Encoded((1,), shown)
+            return encoded_prompts.Encoded((1,), shown)
 
     class Slow(Sampler):
         async def one(self, *_: Any, **__: Any) -> tuple[Completion, ...]:

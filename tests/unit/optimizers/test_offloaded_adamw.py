@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UsageError
-from bridge.optimizers import offload
+from bridge.optimizers import offloaded_adamw
 from bridge.optimizers.factory import scaled_group
-from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPES = [(37, 64), (5,), (130, 70)]
@@ -17,7 +17,7 @@ SHAPES = [(37, 64), (5,), (130, 70)]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "CHUNK_ELEMENTS", 1024)
+    monkeypatch.setattr(offloaded_adamw, "CHUNK_ELEMENTS", 1024)
 
 
 def weights_of(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:

@@ -5,7 +5,7 @@ add to them (DeepStack), and positions in time, rows and columns. Without an ima
 takes no memory here. With one it takes less than the decoder after it: 0.2 MB for an image token (Qwen3-VL-2B and 8B),
 of which the decoder takes 0.2 to 7.7.
 
-Not covered: how images become tokens and tensors (`bridge/rollouts/images.py`).
+Not covered: how images become tokens and tensors (`bridge/rollouts/encoded_prompts.py`).
 Source: positions are those of Qwen2-VL (arXiv 2409.12191, section 2.1), `get_rope_index` in transformers 5.19.
 Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, D those of distinct ones, H hidden size.
 """

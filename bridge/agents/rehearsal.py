@@ -1,36 +1,25 @@
-"""Open the rollout stream of an environment: with single completions, tools or agents.
-
-`rehearse` tries an environment before anything starts: it encodes the first prompts, and scores made-up completions.
-"""
+"""Try an environment before anything starts: encode the prompts of some problems, and score made-up completions."""
 
 import asyncio
 import json
 import logging
-import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from heapq import nlargest
 from itertools import islice
 from operator import length_hint
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from bridge.agents.agent_runs import AgentRuns, conversations
-from bridge.agents.conversation import Conversation
-from bridge.agents.recorder import Recorder
-from bridge.agents.trajectories import Trajectories, as_chat
-from bridge.config import SamplingConfig, TaskConfig, TrainConfig
+from bridge.agents.open_stream import group_sampler
+from bridge.agents.trajectories import as_chat
+from bridge.config import SamplingConfig, TaskConfig
 from bridge.core import redaction
 from bridge.core.foreign_code import described
 from bridge.errors import RejectedRequestError, RewardError, UsageError
-from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import chat_template
-from bridge.rollouts.groups import Completions, GroupSampler
-from bridge.rollouts.images import Prompts
+from bridge.rollouts.groups import GroupSampler
 from bridge.rollouts.sampler import Sampler, fitting
-from bridge.rollouts.stream import EnvironmentStream
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
@@ -39,8 +28,6 @@ from bridge.weights import skeleton
 
 logger = logging.getLogger(__name__)
 
-PER_CORE = 8
-"""Trajectories that run at once for each core of the machine: each has a process, which mostly waits for the model."""
 NUM_PROBLEMS = 3
 """Problems whose made-up completions are scored before the start."""
 NUM_TRIED = 256
@@ -51,74 +38,6 @@ MOST_CHARACTERS = 2_000_000
 """Characters of the prompts that are drawn from a list to be tried: reading them takes about a second."""
 LIMIT_S = 10.0
 """Time limit of all scores together; in training, `--reward-timeout-s` applies."""
-
-
-def group_sampler(
-    model_name: str,
-    chosen: TaskConfig,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    sampler: Sampler,
-    scorer: Scorer,
-    *,
-    max_turns: int = 1,
-    pass_size: int = 1,
-) -> GroupSampler:
-    """Return what samples and scores the groups of an environment; it checks the model's chat template.
-
-    `pass_size` is how many GPUs compute a pass together.
-    """
-    template = chosen.chat_template_kwargs
-    if task.interaction == "completion":
-        return Completions(Prompts(model_name, tokenizer, template, pass_size=pass_size), sampler, scorer)
-    if task.interaction == "tools":
-        conversation = Conversation(tokenizer, model_name, tools=task.schemas, **template)
-        return Trajectories(tokenizer, sampler, scorer, max_turns, conversation)
-    known = conversations(tokenizer, model_name, **template)
-    return AgentRuns(tokenizer, sampler, scorer, max_turns, known, Recorder(model_name))
-
-
-def open_stream(
-    config: TrainConfig,
-    environment: Environment | None,
-    *,
-    run_name: str = "",  # noqa: ARG001  only other sources report it
-    progress: Callable[[int, int], None] = lambda *_: None,
-    ranks: Ranks = ALONE,
-) -> EnvironmentStream:
-    """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share."""
-    assert environment is not None, "nothing to sample for"
-    task = Task.of(environment)
-    rollouts = config.rollouts
-    processes = config.task.reward_processes
-    if not (task.in_workers and ranks.is_tp_rank_zero):  # else another rank samples and scores
-        processes = 0
-    elif processes is None and task.interaction != "completion":  # one for each trajectory that runs at once
-        at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * config.hosts)
-        processes = max(1, at_once // ranks.dp_size)
-    tokenizer = skeleton.tokenizer(config.model_name)
-    sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))
-    with ExitStack() as undo:
-        scorer = Scorer(
-            task.recipe,
-            processes=processes,
-            timeout_s=config.task.reward_timeout_s,
-            tool_timeout_s=rollouts.tool_timeout_s,
-            variables=config.task.worker_env,
-            call_here=sampler.loop.call_here,
-        )
-        undo.callback(scorer.close)
-        groups = group_sampler(
-            config.model_name, config.task, task, tokenizer, sampler, scorer,
-            max_turns=rollouts.max_turns, pass_size=ranks.pass_size,
-        )  # fmt: skip
-        stream = EnvironmentStream(
-            task, groups, sampler, scorer,
-            rollouts=rollouts, sampling=config.sampling, evaluation=config.evaluation, seed=config.seed,
-            max_unscored_share=config.task.max_unscored_share, progress=progress, ranks=ranks,
-        )  # fmt: skip
-        undo.pop_all()
-    return stream
 
 
 def rehearse(

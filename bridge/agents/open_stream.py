@@ -1,0 +1,93 @@
+"""Open the rollout stream of an environment: with single completions, tools or agents."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from transformers import PreTrainedTokenizerBase
+
+from bridge.agents.agent_runs import AgentRuns, conversations
+from bridge.agents.conversation import Conversation
+from bridge.agents.recorder import Recorder
+from bridge.agents.trajectories import Trajectories
+from bridge.config import TaskConfig, TrainConfig
+from bridge.ranks.world import ALONE, Ranks
+from bridge.rollouts.encoded_prompts import Prompts
+from bridge.rollouts.groups import Completions, GroupSampler
+from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.stream import EnvironmentStream
+from bridge.rollouts.vocabulary import Vocabulary
+from bridge.scoring.scorer import Scorer
+from bridge.types import Environment, Task
+from bridge.weights import skeleton
+
+PER_CORE = 8
+"""Trajectories that run at once for each core of the machine: each has a process, which mostly waits for the model."""
+
+
+def group_sampler(
+    model_name: str,
+    chosen: TaskConfig,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    sampler: Sampler,
+    scorer: Scorer,
+    *,
+    max_turns: int = 1,
+    pass_size: int = 1,
+) -> GroupSampler:
+    """Return what samples and scores the groups of an environment; it checks the model's chat template.
+
+    `pass_size` is how many GPUs compute a pass together.
+    """
+    template = chosen.chat_template_kwargs
+    if task.interaction == "completion":
+        return Completions(Prompts(model_name, tokenizer, template, pass_size=pass_size), sampler, scorer)
+    if task.interaction == "tools":
+        conversation = Conversation(tokenizer, model_name, tools=task.schemas, **template)
+        return Trajectories(tokenizer, sampler, scorer, max_turns, conversation)
+    known = conversations(tokenizer, model_name, **template)
+    return AgentRuns(tokenizer, sampler, scorer, max_turns, known, Recorder(model_name))
+
+
+def open_stream(
+    config: TrainConfig,
+    environment: Environment | None,
+    *,
+    run_name: str = "",  # noqa: ARG001  only other sources report it
+    progress: Callable[[int, int], None] = lambda *_: None,
+    ranks: Ranks = ALONE,
+) -> EnvironmentStream:
+    """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share."""
+    assert environment is not None, "nothing to sample for"
+    task = Task.of(environment)
+    rollouts = config.rollouts
+    processes = config.task.reward_processes
+    if not (task.in_workers and ranks.is_tp_rank_zero):  # else another rank samples and scores
+        processes = 0
+    elif processes is None and task.interaction != "completion":  # one for each trajectory that runs at once
+        at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * config.hosts)
+        processes = max(1, at_once // ranks.dp_size)
+    tokenizer = skeleton.tokenizer(config.model_name)
+    sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))
+    with ExitStack() as undo:
+        scorer = Scorer(
+            task.recipe,
+            processes=processes,
+            timeout_s=config.task.reward_timeout_s,
+            tool_timeout_s=rollouts.tool_timeout_s,
+            variables=config.task.worker_env,
+            call_here=sampler.loop.call_here,
+        )
+        undo.callback(scorer.close)
+        groups = group_sampler(
+            config.model_name, config.task, task, tokenizer, sampler, scorer,
+            max_turns=rollouts.max_turns, pass_size=ranks.pass_size,
+        )  # fmt: skip
+        stream = EnvironmentStream(
+            task, groups, sampler, scorer,
+            rollouts=rollouts, sampling=config.sampling, evaluation=config.evaluation, seed=config.seed,
+            max_unscored_share=config.task.max_unscored_share, progress=progress, ranks=ranks,
+        )  # fmt: skip
+        undo.pop_all()
+    return stream
