@@ -31,7 +31,7 @@ from bridge.checks.one_copy_proof import logprob_diffs, sample
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.run.trainer import Run
 from bridge.server import manifest, protocol

@@ -30,7 +30,7 @@ from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serv
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks.one_copy_proof import logprob_diffs, sample, verify
 from bridge.config import SamplingConfig, TrainConfig
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest

@@ -38,7 +38,7 @@ from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
 from bridge.core import logs
-from bridge.engine.opening import prepared_of, trainable_of
+from bridge.engine.make_trainable import prepared_of, trainable_of
 from bridge.errors import BridgeError
 from bridge.learn.policy_loss import LossSpec
 from bridge.optimizers import factory

@@ -37,7 +37,7 @@ from bridge.config import SamplingConfig, TrainConfig
 from bridge.core import logs
 from bridge.modes.mode import RunContext
 from bridge.modes.transfer import Transfer
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.processes.server_command import ServerCommand
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from bridge.checks.one_copy_proof import logprob_diffs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.server.manifest import Shard
 from bridge.types import Group

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bridge.checks.one_copy_proof import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import SamplingConfig, ServeConfig
 from bridge.core.address import free_port
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.processes import children, server_log
 from bridge.processes.server_command import ServerCommand
 from bridge.rollouts import openai_api
@@ -34,7 +34,7 @@ from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
 from bridge.types import Completion, Group, Quantization
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.parts import digest
+from bridge.weights.rank_parts import digest
 from tests import forked
 
 START_LIMIT_S = 300

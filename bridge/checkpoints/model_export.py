@@ -20,7 +20,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_adapter_state
 from transformers import AutoConfig, PreTrainedModel
 
 from bridge.checkpoints import checkpoint
-from bridge.core import atomic_folder, json_lines, mark
+from bridge.core import atomic_folder, folder_mark, json_lines
 from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError
 from bridge.weights import loaded, model_files, model_folder
@@ -93,7 +93,7 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
             missing = model_folder.save(model, base, scratch, tokenizer=source)
         else:
             model_folder.copy(source, scratch)
-        mark.put(scratch, "export", names=[path.relative_to(scratch).as_posix() for path in scratch.rglob("*")])
+        folder_mark.put(scratch, "export", names=[path.relative_to(scratch).as_posix() for path in scratch.rglob("*")])
     return Exported(
         folder=out.resolve(),
         rounding=rounding,
@@ -138,9 +138,9 @@ def _did_you_mean(source: Path) -> str:
 
 
 def _is_export(folder: Path) -> bool:
-    written = {*mark.names_of(folder), mark.NAME}
+    written = {*folder_mark.names_of(folder), folder_mark.NAME}
     held = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    return mark.kind_of(folder) == "export" and held <= written
+    return folder_mark.kind_of(folder) == "export" and held <= written
 
 
 def _base_of(source: Path) -> str:

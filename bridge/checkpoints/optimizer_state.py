@@ -24,7 +24,7 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.moments import QuantizedMoments
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.server.manifest import Record
-from bridge.weights.parts import Parts
+from bridge.weights.rank_parts import Parts
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits, write_shards
 
 FOLDER = "optimizer"

@@ -17,7 +17,7 @@ from typing import Any
 from bridge.checkpoints import rollout_record
 from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary
 from bridge.config import TrainConfig
-from bridge.core import atomic_file, claim, json_lines, logs, mark, redaction
+from bridge.core import atomic_file, folder_claim, folder_mark, json_lines, logs, redaction
 from bridge.core.atomic_file import one_line_errors
 from bridge.errors import UsageError
 from bridge.server.manifest import MANIFEST_NAME
@@ -96,7 +96,7 @@ class RunDirectory:
         given: Path | None,
         *,
         environment: str,
-        kind: mark.Kind = "run",
+        kind: folder_mark.Kind = "run",
     ) -> "RunDirectory":
         """Make the folder `given`, or a new one under `runs/` named by the time and `environment`.
 
@@ -104,7 +104,7 @@ class RunDirectory:
             UsageError: `given` holds another run or foreign files, is in use, is a file, or cannot be made.
         """
         path = given or _unused(environment)
-        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"))
+        run = cls(path, folder_claim.make(path, what="run directory", flag="--run-dir"))
         if run.metrics.exists():
             resume = f", or resume that run: --resume --save-path {shlex.quote(str(run.save_path))}"
             raise UsageError(
@@ -112,19 +112,19 @@ class RunDirectory:
                 hint="name another with --run-dir" + (resume if run.save_path else ""),
             )
         taken = run.names - {entry.name for entry in _entries() if entry.checked_apart}
-        mark.refuse_foreign(path, taken, flag="--run-dir")
-        mark.put(path, kind)
+        folder_mark.refuse_foreign(path, taken, flag="--run-dir")
+        folder_mark.put(path, kind)
         return run
 
     @classmethod
-    def reopen(cls, path: Path, step: int, *, kind: mark.Kind = "run") -> "RunDirectory":
+    def reopen(cls, path: Path, step: int, *, kind: folder_mark.Kind = "run") -> "RunDirectory":
         """Return the directory of a run that resumes after `step`; lines of later steps are moved aside.
 
         Raises:
             UsageError: another process uses it, or the disk refuses.
         """
-        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"))
-        mark.put(path, kind)
+        run = cls(path, folder_claim.make(path, what="run directory", flag="--run-dir"))
+        folder_mark.put(path, kind)
         last = json_lines.cut(run.metrics, step)
         json_lines.cut(run.rollouts, step)
         json_lines.cut(run.evaluations, step)
@@ -142,7 +142,7 @@ class RunDirectory:
         Raises:
             UsageError: no process has claimed it.
         """
-        if not (path.is_dir() and claim.is_claimed(path)):
+        if not (path.is_dir() and folder_claim.is_claimed(path)):
             raise UsageError(
                 f"no run is using the run directory {path}, so this process cannot be one of its ranks",
                 hint="start rank 0 of the run first",
@@ -183,9 +183,9 @@ class RunDirectory:
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, if they are empty."""
         if self.is_writer:
-            claim.remove_unused(self.made)
-            mark.remove_if_alone(self.path)
-            claim.remove_unused(self.made)
+            folder_claim.remove_unused(self.made)
+            folder_mark.remove_if_alone(self.path)
+            folder_claim.remove_unused(self.made)
 
     def write_config(self, document: dict[str, Any]) -> None:
         """Write `Config.document`, the run's choices; only the owner may read them, because they may hold secrets."""

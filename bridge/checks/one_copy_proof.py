@@ -22,7 +22,7 @@ from bridge.core.python_child import Began, exit_code, run_child, run_children
 from bridge.errors import AttachError
 from bridge.passes.packing import Sample, packs
 from bridge.passes.parallel import divide
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.ranks import messages
 from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
@@ -34,7 +34,7 @@ from bridge.server.protocol import Element, Status
 from bridge.types import Group
 from bridge.weights import cuda_ipc, fp8
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.parts import digest
+from bridge.weights.rank_parts import digest
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05

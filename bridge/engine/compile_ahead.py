@@ -15,7 +15,7 @@ from bridge.core.interrupt import COMPILER, deferred_interrupt, wait_until
 from bridge.errors import with_class
 from bridge.optimizers import factory
 from bridge.passes import layers, packing_proof, pass_cost, preparation
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.adapter import Adapter
 

@@ -45,7 +45,7 @@ from bridge.core.concurrency import gather_or_cancel
 from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt, taken
 from bridge.engine.gradients import Given, Gradients, Loss, Passes, checked, refuse_other_logprobs
-from bridge.engine.opening import prepared_of, trainable_of
+from bridge.engine.make_trainable import prepared_of, trainable_of
 from bridge.engine.run_folder import RunFolder
 from bridge.engine.sharing import shares_of
 from bridge.engine.trainable import Trainable
@@ -56,7 +56,7 @@ from bridge.modes.shared_vllm import PatchedServer
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, check_hyperparameters, clip_gradients
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.rollouts import problems
 from bridge.rollouts.distribution import filters
 from bridge.rollouts.encoded_prompts import Encoded, Prompts

@@ -19,7 +19,7 @@ from bridge.config import ComputeConfig, LossConfig
 from bridge.errors import UsageError
 from bridge.passes import preparation
 from bridge.passes.packing import MicroBatch
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights import loaded, skeleton
 

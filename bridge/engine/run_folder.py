@@ -21,7 +21,7 @@ from bridge.checkpoints import checkpoint, optimizer_state
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.config import SamplingConfig
-from bridge.core import json_lines, mark
+from bridge.core import folder_mark, json_lines
 from bridge.core.foreign_code import described
 from bridge.engine import measuring, provenance
 from bridge.errors import UsageError
@@ -160,7 +160,7 @@ class RunFolder:
             raise UsageError("there is no run to resume", hint='name its folder: bridge.attach(run_dir="runs/NAME")')
         if self._run is not None:
             raise UsageError("this run has begun already", hint="call policy.resume before policy.log and policy.save")
-        if (kind := mark.kind_of(self._given)) not in {KIND, None}:
+        if (kind := folder_mark.kind_of(self._given)) not in {KIND, None}:
             raise UsageError(
                 f"{self._given} is a {kind} of Bridge, expected the run directory of a loop: its configuration would be"
                 " replaced",

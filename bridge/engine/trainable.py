@@ -28,7 +28,7 @@ from bridge.optimizers.gradient_hooks import added_in_float32
 from bridge.optimizers.in_place import InPlaceOptimizer, number
 from bridge.passes.budget import Budget
 from bridge.passes.packing import MicroBatch
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import Ranks
 from bridge.types import Result
 

@@ -23,7 +23,7 @@ from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER, Holder, Status, Written
 from bridge.weights import fp8, model_folder, skeleton
 from bridge.weights.attach import AttachedModel, OpenedModel, attach, reattach
-from bridge.weights.parts import Parts
+from bridge.weights.rank_parts import Parts
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, IN
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import recompute_activations
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.planning.memory import EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import Ranks
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, routing
 from bridge.passes.packing import Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 
 logger = logging.getLogger(__name__)
 

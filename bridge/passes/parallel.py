@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import cut_layers, layers
 from bridge.passes.cut_layers import Outputs, VocabularyPart
-from bridge.weights.parts import Cut, Shared, shared_elements
+from bridge.weights.rank_parts import Cut, Shared, shared_elements
 
 Cuts = Mapping[str, Cut]
 """The share of each Hugging Face parameter that one tensor-parallel rank holds."""

@@ -28,7 +28,7 @@ from bridge.optimizers.gradient_hooks import each_gradient
 from bridge.passes import cut_layers, layers, routing, slices
 from bridge.passes.packing_proof import LENGTHS, packed
 from bridge.passes.parallel import ONE_PART, Parallel
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.slices import Slices
 from bridge.types import Result
 

@@ -18,7 +18,7 @@ from bridge.core.host_memory import left_bytes
 from bridge.passes import layers
 from bridge.passes.logprobs import BLOCK_ELEMENTS
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 
 PROBES = (1_024, 2_048)
 """Tokens of the two measured passes."""

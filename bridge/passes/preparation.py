@@ -19,7 +19,7 @@ from bridge.passes.logprobs import check_head
 from bridge.passes.packing_proof import Expected
 from bridge.passes.parallel import Parallel
 from bridge.passes.parallel_proof import check_slices
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.ranks.world import ALONE, Ranks
 

@@ -19,7 +19,7 @@ from bridge.learn.policy_loss import LossSpec, means
 from bridge.passes import routing
 from bridge.passes.flops import Flops
 from bridge.passes.packing import MicroBatch, Sample
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import Ranks
 from bridge.types import Group
 

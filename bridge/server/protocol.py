@@ -236,7 +236,7 @@ class Digests(Record):
     """The answer of `GET /bridge/tensors/digest`."""
 
     digests: dict[str, str]
-    """vLLM's parameter -> digest on one rank (`bridge.weights.parts`); `?quantized=true`: of the FP8 made of it."""
+    """vLLM's parameter -> digest on one rank (`rank_parts.digest`); `?quantized=true`: of the FP8 made of it."""
 
 
 class Finiteness(Record):

@@ -31,7 +31,7 @@ from bridge.config import LoraConfig
 from bridge.errors import UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights import experts
-from bridge.weights.parts import Cut, Parts
+from bridge.weights.rank_parts import Cut, Parts
 from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, EXPERTS, PROJECTIONS, stored_names
 
 NAME = "default"

@@ -21,7 +21,7 @@ from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shar
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
 from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import Shape
-from bridge.weights.parts import Cut
+from bridge.weights.rank_parts import Cut
 
 if TYPE_CHECKING:
     from bridge.weights.adapter import Adapter

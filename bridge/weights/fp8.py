@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bridge.types import Quantization
-from bridge.weights import parts
+from bridge.weights import rank_parts
 
 BLOCK = 128
 """Rows and columns of a block."""
@@ -43,7 +43,7 @@ def quantized(source: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
 
 def digest(values: Tensor, scales: Tensor) -> str:
     """Return a digest of both; see `parts.digest`."""
-    return parts.digest(values) + parts.digest(scales)
+    return rank_parts.digest(values) + rank_parts.digest(scales)
 
 
 def quantize(source: Tensor, values: Tensor, scales: Tensor, how: Quantization) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bridge.errors import UnsupportedModelError, first_few
 from bridge.server.manifest import View
-from bridge.weights.parts import Cut, Runs, held_by
+from bridge.weights.rank_parts import Cut, Runs, held_by
 
 Shape = tuple[int, ...]
 OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full weights"

@@ -26,7 +26,7 @@ from bridge.errors import UnsupportedModelError, UsageError, first_few, own_head
 from bridge.weights import model_files
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
 from bridge.weights.layout import OTHER_MODES
-from bridge.weights.parts import Parts
+from bridge.weights.rank_parts import Parts
 from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misfits, write_shards
 
 INDEX_NAME = "model.safetensors.index.json"

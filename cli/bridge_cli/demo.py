@@ -13,7 +13,7 @@ from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.checks import Check, any_failed
 from bridge.checks.model import is_half, read
 from bridge.config import DeviceChoice, ServeConfig, TrainConfig
-from bridge.core import mark
+from bridge.core import folder_mark
 from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
@@ -173,7 +173,7 @@ def conclusion(summary: "Summary", checks: list[Check], *, least_gain: float | N
 
 def _fresh(out: Path) -> RunDirectory:
     """Return an empty run directory at `out`, replacing an earlier demo there but nothing else."""
-    mark.make_empty(out, "demo", RunDirectory(out).names, flag="--out")
+    folder_mark.make_empty(out, "demo", RunDirectory(out).names, flag="--out")
     return RunDirectory.create(out, environment="demo", kind="demo")
 
 

@@ -44,7 +44,7 @@ def export(
     rounding loses. The source's configuration, tokenizer, code and other files are copied beside the weights.
     """
     from bridge.checkpoints import model_export as exports
-    from bridge.core import hub, mark
+    from bridge.core import folder_mark, hub
 
     if push is not None:
         hub.check_push(push)
@@ -68,7 +68,7 @@ def export(
     page = None
     if push is not None:
         with console.waiting(f"Uploading {folder}"):
-            page = hub.push(folder, push, leave_out=mark.NAME)
+            page = hub.push(folder, push, leave_out=folder_mark.NAME)
         console.note(f"uploaded to {page}")
     if as_json:
         figures = None if rounding is None else dataclasses.asdict(rounding)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.checkpoints.run_directory import RUNS, RunDirectory
 from bridge.config import TrainConfig
-from bridge.core import claim, mark
+from bridge.core import folder_claim, folder_mark
 from bridge.errors import UsageError
 from bridge.types import Environment
 from bridge_cli import console
@@ -47,14 +47,14 @@ def open_run(
     if checkpoint is not None:
         checkpoint.check_left(config.training_steps)
         resuming.check(checkpoint, config, environment)  # what changed is reported once the run is open
-    made = claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
+    made = folder_claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
     try:
         steps = range(checkpoint.progress.step if checkpoint else 0, config.training_steps)
         _refuse_overwriting(folder, run_dir, prefix, steps, resume=config.resume)
         task = config.task.environment if config.rollouts.samples_here else config.rollouts.source
         run = _directory(run_dir, folder, checkpoint, task, resume=config.resume)
     except BaseException:
-        claim.remove_unused(made)
+        folder_claim.remove_unused(made)
         raise
     if checkpoint is not None:
         console.note(f"resuming after step {checkpoint.progress.step} from {checkpoint.folder}")
@@ -80,7 +80,7 @@ def _resumed(
     if save_path is not None:
         return run_dir, save_path, _newest_checkpoint(save_path, prefix)
     runs = [RunDirectory(path) for path in RUNS.iterdir()] if RUNS.is_dir() else []
-    known = [run for run in runs if run.config.is_file() and mark.kind_of(run.path) in ("run", None)]
+    known = [run for run in runs if run.config.is_file() and folder_mark.kind_of(run.path) in ("run", None)]
     for run in sorted(known, key=lambda run: run.config.stat().st_mtime, reverse=True):
         try:
             choices = run.choices()
@@ -88,7 +88,7 @@ def _resumed(
             continue
         if any(choices.get(key) != value for key, value in wanted.items()):
             continue
-        pid = claim.holder(run.path.stat().st_ino)
+        pid = folder_claim.holder(run.path.stat().st_ino)
         if pid is not None:
             console.note(f"passed over: {run.path} is in use by process {pid}")
             continue

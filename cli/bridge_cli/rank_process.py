@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.core import atomic_file, claim, mark
+from bridge.core import atomic_file, folder_claim, folder_mark
 from bridge.errors import RankError
 from bridge.processes.leash import PR_SET_PDEATHSIG
 from bridge_cli import command_line, signals
@@ -160,9 +160,9 @@ def join_run_directory(ranks: "Ranks", path: Path) -> RunDirectory:
 
 def _run_directory_of_host(path: Path) -> RunDirectory:
     """Return the run directory on another host than the first, or the first one's if both see it."""
-    if not (path.is_dir() and claim.is_claimed(path)):
-        claim.make(path, what="run directory", flag="--run-dir")
-        mark.put(path, "run")
+    if not (path.is_dir() and folder_claim.is_claimed(path)):
+        folder_claim.make(path, what="run directory", flag="--run-dir")
+        folder_mark.put(path, "run")
     return RunDirectory.join(path)
 
 

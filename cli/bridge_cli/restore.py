@@ -94,7 +94,7 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
     """Check that `folder` holds weights of the served model, and return what loads them."""
     from bridge.ranks.world import Ranks
     from bridge.weights import attach, model_folder, skeleton
-    from bridge.weights.parts import Parts
+    from bridge.weights.rank_parts import Parts
 
     count = exported.tp_degree
     attached = [attach.attach(exported, part, num_parts=count) for part in range(count)]

@@ -23,9 +23,9 @@ from bridge.rollouts.distribution import filters
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from bridge_patches import expanded_images, exporter
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED, ROLLOUT
+from bridge_patches.filter_thresholds import COUNT_BITS, unpack
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
-from bridge_patches.thresholds import COUNT_BITS, unpack
 
 PINS = """
 vllm.v1.engine.async_llm

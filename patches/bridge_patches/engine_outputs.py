@@ -10,7 +10,7 @@ step of speculation sends several tokens of a request at once, too. A request th
 Log-probabilities of prompts, which are sent once, are left alone; a rollout sends them with its first tokens.
 
 A rollout has no use for the ranks of its tokens in the vocabulary: it gets the version that sampled each token instead,
-and if it is filtered what was kept in the same number (`thresholds.py`).
+and if it is filtered what was kept in the same number (`filter_thresholds.py`).
 
 Not covered: vLLM's own figures of when a rollout's tokens came (`/metrics`), which are those of 32 tokens together.
 Seen in vLLM 0.26 to 0.33: `vllm/v1/outputs.py`, `vllm/v1/serial_utils.py`, `vllm/v1/core/sched/scheduler.py`,
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge_patches import wrap
+from bridge_patches.filter_thresholds import COUNT_BITS, KEPT_MASK, RANK_SHIFT, unpack
 from bridge_patches.routed_experts import ExpertsInCache
-from bridge_patches.thresholds import COUNT_BITS, KEPT_MASK, RANK_SHIFT, unpack
 
 PINS = """
 vllm.v1.engine.core

@@ -33,7 +33,7 @@ from bridge.weights import skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
 from bridge.weights.model_folder import first_names, saved_form, state, stored_buffers
-from bridge.weights.parts import digest
+from bridge.weights.rank_parts import digest
 from bridge_patches import quantized, routed_experts, wrap
 
 PINS = """

@@ -45,6 +45,7 @@ def register() -> None:
     from bridge_patches import (
         compatibility,
         engine_outputs,
+        filter_thresholds,
         loading,
         logprob_kernel,
         placement,
@@ -52,7 +53,6 @@ def register() -> None:
         quantized,
         routed_experts,
         startup,
-        thresholds,
     )  # fmt: skip
 
     compatibility.check_installed()
@@ -62,7 +62,8 @@ def register() -> None:
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     end_with_parent()
     for patched in (
-        startup, loading, quantized, placement, prefix_cache, engine_outputs, thresholds, logprob_kernel, routed_experts
+        startup, loading, quantized, placement, prefix_cache, engine_outputs, filter_thresholds, logprob_kernel,
+        routed_experts,
     ):  # fmt: skip
         patched.patch()
 

@@ -18,7 +18,7 @@ from bridge.server.protocol import Element
 from bridge.weights import cuda_ipc, fp8, layout
 from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import OTHER_MODES
-from bridge.weights.parts import digest
+from bridge.weights.rank_parts import digest
 from bridge.weights.shared_memory import SharedBlock
 from bridge_patches import loading, placement, quantized, routed_experts
 

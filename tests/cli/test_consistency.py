@@ -16,7 +16,7 @@ from bridge.checkpoints import checkpoint
 from bridge.checks import one_copy_proof as verified
 from bridge.checks import passed
 from bridge.config import ServeConfig, TrainConfig
-from bridge.core import claim, mark
+from bridge.core import folder_claim, folder_mark
 from bridge.core.process import ProcessIdentity
 from bridge.errors import UsageError
 from bridge.ranks.world import Ranks
@@ -104,9 +104,9 @@ def test_hosts_that_differ_end_in_the_same_line(tmp_path: Path) -> None:
 def test_another_host_makes_a_run_directory_unless_it_sees_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     assert not rank_process._run_directory_of_host(folder).is_writer
-    assert claim.is_claimed(folder)
-    assert mark.kind_of(folder) == "run"
-    monkeypatch.setattr(claim, "make", None)  # it is claimed
+    assert folder_claim.is_claimed(folder)
+    assert folder_mark.kind_of(folder) == "run"
+    monkeypatch.setattr(folder_claim, "make", None)  # it is claimed
     assert rank_process._run_directory_of_host(folder).path == folder
 
 

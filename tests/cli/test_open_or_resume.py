@@ -14,12 +14,12 @@ from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
-from bridge.core import mark
+from bridge.core import folder_mark
 from bridge.errors import UsageError
 from bridge_cli import console
 from bridge_cli.open_or_resume import open_run
 from tests.cli.test_run_directory import metrics, steps
-from tests.unit.core.test_claim import held
+from tests.unit.core.test_folder_claim import held
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Runs:
         """Create a run that was `started` at some time, with a checkpoint of step `saved`."""
         run = RunDirectory(self.workspace.folder / "runs" / name)
         run.path.mkdir(parents=True, exist_ok=True)
-        mark.put(run.path, "run")
+        folder_mark.put(run.path, "run")
         run.write_config(
             TrainConfig.model_validate({"model_name": "m", "save_path": run.checkpoints, **choices}).document()
         )
@@ -312,7 +312,7 @@ def test_resume_takes_the_newest_run_of_the_same_task(runs: Runs) -> None:
     runs.made("another_model", saved=3, started=3, model_name="n")
     runs.made("another_task", saved=3, started=4, environment="gsm8k")
     runs.made("another_mode", saved=3, started=5, mode="lora_only")
-    mark.put(runs.made("a_demo", saved=3, started=6).path, "demo")
+    folder_mark.put(runs.made("a_demo", saved=3, started=6).path, "demo")
     (runs.workspace.folder / "runs" / "file").touch()
     opened = runs.resumed()
     assert opened.checkpoint is not None

@@ -17,7 +17,7 @@ from bokeh.models import ColumnDataSource
 from bridge.checkpoints.metric_table import METRICS, SECTIONS, Total
 from bridge.checkpoints.metrics import StepMetrics
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.core import claim, json_lines
+from bridge.core import folder_claim, json_lines
 from bridge_cli import main
 from bridge_cli.report import charts, names, record
 from bridge_cli.report.page import choices, figures
@@ -380,8 +380,8 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
 
 
 def test_holder_of_a_claim_is_known_by_its_folder(tmp_path: Path) -> None:
-    claim.make(tmp_path / "run", what="run directory", flag="--run-dir")
-    assert claim.holder((tmp_path / "run").stat().st_ino) == str(os.getpid())
+    folder_claim.make(tmp_path / "run", what="run directory", flag="--run-dir")
+    assert folder_claim.holder((tmp_path / "run").stat().st_ino) == str(os.getpid())
 
 
 # Completions over time

@@ -11,7 +11,7 @@ from bridge.checkpoints.metrics import Summary
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks import failed, passed
 from bridge.config import TrainConfig
-from bridge.core import mark
+from bridge.core import folder_mark
 from bridge.errors import UsageError
 from bridge.ranks.world import ALONE
 from bridge.run.trainer import Run
@@ -85,7 +85,7 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     (ours.checkpoints / "step_60").mkdir(parents=True)
     (ours.path / ".config.json.4711-ab").touch()  # of a process that was killed
     renewed = demo._fresh(tmp_path / "demo")
-    assert [path.name for path in renewed.path.iterdir()] == [mark.NAME]
+    assert [path.name for path in renewed.path.iterdir()] == [folder_mark.NAME]
 
 
 def test_a_demo_of_a_missing_model_keeps_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from bridge.checkpoints import rollout_record
 from bridge.checkpoints.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
-from bridge.core import json_lines, mark
+from bridge.core import folder_mark, json_lines
 from bridge.errors import UsageError
 from bridge.types import Completion, Group, Message, Unscored
 from tests.unit.core.test_atomic_folder import largest_file
@@ -57,7 +57,7 @@ def test_the_resolved_choices_are_written(tmp_path: Path) -> None:
     config = TrainConfig.of(model_name="m", save_path=tmp_path / "saved")
     run.write_config(config.document())
     assert TrainConfig.of(**run.choices()) == config
-    assert [path for path in tmp_path.iterdir() if path.name != mark.NAME] == [run.config]
+    assert [path for path in tmp_path.iterdir() if path.name != folder_mark.NAME] == [run.config]
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_resumed_run_moves_later_steps_aside(tmp_path: Path) -> None:
     run.append(metrics(3))
     reopened = RunDirectory.reopen(tmp_path, 1)
     assert (steps(reopened.metrics), steps(reopened.lost_metrics)) == ([1], [3, 4, 2, 3])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [mark.NAME, "metrics.jsonl", "metrics_lost.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_mark.NAME, "metrics.jsonl", "metrics_lost.jsonl"]
 
 
 def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:

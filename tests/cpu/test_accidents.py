@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.errors import AttachError
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge_patches import engine_outputs, thresholds
+from bridge_patches import engine_outputs, filter_thresholds
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED, MOST_HELD, ROLLOUT, Outbox
 
 
@@ -211,8 +211,8 @@ def test_what_nobody_waits_for_is_dropped() -> None:
 
 def test_ranks_and_what_was_kept_come_apart_as_they_were_packed() -> None:
     ranks, counts = torch.tensor([1, 7, 151_936, 2**20 - 1]), torch.tensor([1, 20, 262_144, 9])
-    limits = torch.tensor([-0.125, 17.3, thresholds.KEEP_ALL, 1e-3])
-    back = thresholds.unpack(thresholds.pack(ranks, limits, counts).numpy())
+    limits = torch.tensor([-0.125, 17.3, filter_thresholds.KEEP_ALL, 1e-3])
+    back = filter_thresholds.unpack(filter_thresholds.pack(ranks, limits, counts).numpy())
     assert back[0].tolist() == ranks.tolist()
     assert back[1] == pytest.approx(limits.numpy(), rel=2**-15)
     assert back[2].tolist() == counts.tolist()
@@ -226,14 +226,14 @@ def test_each_kind_of_request_gets_its_own_in_place_of_ranks(
     step = lists(2, 1)
     ranks = torch.tensor([4, 9])
     if is_packed:
-        ranks = thresholds.pack(ranks, torch.tensor([0.5, -2.0]), torch.tensor([3, 40]))
+        ranks = filter_thresholds.pack(ranks, torch.tensor([0.5, -2.0]), torch.tensor([3, 40]))
     step = step._replace(sampled_token_ranks=ranks.numpy())
     engine_outputs.collect()
     sent = [output(step, 0, 2, id_=f"0_{kind}{AT_ONCE}x") for kind in (ROLLOUT, FILTERED, "cmpl-")]
     rollout, filtered, other = (columns(request_output)[2] for request_output in received(Outbox().due(sent)))
     assert rollout == [2**20 + 5] * 2
     assert other == [4, 9]
-    versions, limits, counts = thresholds.unpack(filtered)
+    versions, limits, counts = filter_thresholds.unpack(filtered)
     assert versions.tolist() == [5, 5]
     if is_packed:
         assert (limits.tolist(), counts.tolist()) == ([0.5, -2.0], [3, 40])
@@ -245,8 +245,8 @@ def test_a_threshold_is_between_kept_and_dropped_logits() -> None:
     inf = torch.inf
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0], [4.0, 4.0, 4.0, 4.0], [1.0, 0.0, 2.0, 3.0]])
     processed = torch.tensor([[0.0, -inf, -1.0, -inf], [-1.4, -1.4, -1.4, -1.4], [-inf, -inf, -inf, 0.0]])
-    limits, counts = thresholds.kept(logits, processed, torch.tensor([0.5, 1.0, 0.0]))
-    assert limits.tolist() == [3.0, pytest.approx(thresholds.KEEP_ALL), 2.5]
+    limits, counts = filter_thresholds.kept(logits, processed, torch.tensor([0.5, 1.0, 0.0]))
+    assert limits.tolist() == [3.0, pytest.approx(filter_thresholds.KEEP_ALL), 2.5]
     assert counts.tolist() == [2, 4, 1]
 
 
@@ -281,12 +281,12 @@ def test_a_sampler_reports_what_a_filtered_step_kept(top_p: float, *, is_filtere
     class Wrapped(SecondRunner):
         pass
 
-    thresholds.wrap_sampler(Wrapped, "__call__", "input_batch", thresholds._temperatures_v2)
+    filter_thresholds.wrap_sampler(Wrapped, "__call__", "input_batch", filter_thresholds._temperatures_v2)
     batch = SimpleNamespace(idx_mapping_np=np.array([0]), expanded_idx_mapping=torch.tensor([0]))
     sampler = Wrapped(top_p)
     output = sampler(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), input_batch=batch)
     packed = output.logprobs_tensors.selected_token_ranks
-    ranks, limit, counts = thresholds.unpack(packed.numpy())
+    ranks, limit, counts = filter_thresholds.unpack(packed.numpy())
     assert packed.tolist() == [1] if not is_filtered else (ranks, limit, counts) == (1, 3.0, 2)
 
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from bridge.config import ComputeConfig, SamplingConfig
 from bridge.passes import preparation
 from bridge.passes.packing import Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.planning.model_size import SEEING
 from bridge.rollouts import openai_api
 from bridge.rollouts.encoded_prompts import Encoded, Prompts

@@ -7,7 +7,7 @@ trainers killed inside the fence (`test_restore.py`).
 from pathlib import Path
 
 from bridge.checks.one_copy_proof import logprob_diffs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests import scenarios
 from tests.cli.test_killed import LAST, STEPS, WHILE_IT_SAVES, Run, undisturbed
 from tests.scenarios import LiveServer

@@ -20,7 +20,7 @@ import bridge
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.errors import AttachError, RejectedRequestError, UsageError
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests import forked, scenarios
 from tests.cpu.conftest import Servers
 from tests.cpu.test_tensor_parallel import experts

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from bridge.checks.one_copy_proof import NUM_SAMPLES, logprob_diffs, verify
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, fence
 from bridge.server.client import BridgeClient

@@ -14,7 +14,7 @@ import torch
 from bridge.checks.one_copy_proof import NUM_SAMPLES, logprob_diffs
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.server import fence
 from bridge.server.client import BridgeClient

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from bridge.agents.open_stream import open_stream
 from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.config import TrainConfig
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group
 from bridge.weights import skeleton

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from bridge.checks.one_copy_proof import logprob_diffs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.server.protocol import Status
 from bridge.types import Group
 from tests import disturbed, scenarios

@@ -22,7 +22,7 @@ from bridge.checks.one_copy_proof import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.processes import children
 from bridge.processes.children import Child
 from bridge.ranks.world import Ranks
@@ -30,7 +30,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
-from bridge.weights.parts import digest
+from bridge.weights.rank_parts import digest
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny

@@ -15,7 +15,7 @@ from bridge.config import TrainConfig
 from bridge.passes import attention, kernels
 from bridge.passes.packing import Sample, packs
 from bridge.passes.preparation import prepare
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests.models.families import SMALL
 from tests.scenarios import PARITY_LIMIT
 

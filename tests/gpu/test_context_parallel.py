@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bridge.passes import attention, slices
 from bridge.passes.packing import Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import Ranks
 from tests import scenarios
 from tests.cpu import test_gpus

@@ -17,7 +17,7 @@ from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.config import TrainConfig
 from bridge.modes.lora import LoraMemory
 from bridge.modes.mode import RunContext
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.server import fence
 from bridge.server.client import BridgeClient

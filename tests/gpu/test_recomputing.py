@@ -12,7 +12,7 @@ from bridge.config import TrainConfig
 from bridge.passes import layers
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.preparation import prepare, recompute_activations
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests.logged import nothing_logged
 
 TOKENS = 12_000

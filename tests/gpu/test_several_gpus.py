@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from benchmarks import replicas
 from bridge.checks.one_copy_proof import logprob_diffs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PretrainedConfig
 
-from bridge.weights.parts import Cut, Runs
+from bridge.weights.rank_parts import Cut, Runs
 
 COLUMN = (
     "q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "c_fc", "in_proj_z", "in_proj_b", "in_proj_a",

@@ -1,7 +1,7 @@
 """A learner without a server, for tests of what training computes."""
 
 from bridge.config import TrainConfig
-from bridge.engine.opening import prepared_of, trainable_of
+from bridge.engine.make_trainable import prepared_of, trainable_of
 from bridge.learn.policy_loss import LossSpec
 from bridge.optimizers import factory
 from bridge.ranks.world import ALONE, Ranks

@@ -24,7 +24,7 @@ from bridge.core.process import ProcessIdentity
 from bridge.processes import children
 from bridge.server import manifest as manifests
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest, InFlight
-from bridge.weights.parts import digest
+from bridge.weights.rank_parts import digest
 from bridge_patches import routes
 from bridge_patches.server_fence import ServerFence
 from tests.models import tiny

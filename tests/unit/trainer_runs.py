@@ -23,7 +23,7 @@ from bridge.engine import policy
 from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
 from bridge.run import trainer

@@ -18,7 +18,7 @@ from bridge.checkpoints.metrics import StepMetrics
 from bridge.checkpoints.rollout_record import cut
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import ServeConfig, TrainConfig
-from bridge.core import claim, redaction
+from bridge.core import folder_claim, redaction
 from bridge.errors import UsageError
 
 Column = NDArray[np.float64]
@@ -109,7 +109,7 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         samples=samples(files.rollouts, notes, longest=LONGEST_TEXT // num_runs),
         columns=_columns([rows[step] for step in steps]), config=choices, notes=notes,
         about={"device": str(rows[steps[-1]].get("device", "")), "written": written},
-        evaluations=[evaluations[step] for step in sorted(evaluations)], holder=claim.holder(path.stat().st_ino),
+        evaluations=[evaluations[step] for step in sorted(evaluations)], holder=folder_claim.holder(path.stat().st_ino),
         server=redaction.redacted(ServeConfig.written(server)),
         derived=[*_object(config.get("derived")), *_object(server.get("derived"))],
         starts=[redaction.redacted(row) for _, row in json_objects(files.starts, notes, bool)],

@@ -16,7 +16,7 @@ from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import MARKER_NAME, Progress
 from bridge.checkpoints.model_export import export
 from bridge.config import TrainConfig
-from bridge.core import mark
+from bridge.core import folder_mark
 from bridge.errors import UsageError
 from bridge.weights.adapter import Adapter
 from bridge_cli.main import answer
@@ -96,7 +96,7 @@ def test_an_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Pat
     assert torch.equal(after[f"{MODULE}.weight"], changed.bfloat16())
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert names(folder) == sorted([mark.NAME, "chat_template.jinja", *PARTS])
+    assert names(folder) == sorted([folder_mark.NAME, "chat_template.jinja", *PARTS])
 
 
 def test_an_adapter_of_experts_is_merged(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_the_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Pat
 def test_a_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: Path) -> None:
     source = full(tmp_path / "step_3", base)
     folder = export(source, tmp_path / "out").folder
-    assert names(folder) == sorted({*names(source), mark.NAME} - {MARKER_NAME, "optimizer"})
+    assert names(folder) == sorted({*names(source), folder_mark.NAME} - {MARKER_NAME, "optimizer"})
     assert (folder / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == tiny.VOCABULARY
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<eos>"
@@ -376,7 +376,7 @@ def test_an_export_is_pushed_without_the_mark(
         "page": "hub/mine",
         "rounding": None,
     }
-    assert calls == ["whoami", ("create", "mine", True, True), ("upload", "me/mine", out, [mark.NAME])]
+    assert calls == ["whoami", ("create", "mine", True, True), ("upload", "me/mine", out, [folder_mark.NAME])]
 
 
 def test_a_failed_push_keeps_the_folder_and_names_a_command(
@@ -388,7 +388,7 @@ def test_a_failed_push_keeps_the_folder_and_names_a_command(
     assert answer(["export", str(source), "--out", str(out), "--push", "mine"]) == 2
     err = capsys.readouterr().err
     assert "error: --push mine: 403 Forbidden for you\n" in err
-    assert f"hf upload mine {out} --exclude {mark.NAME}" in err
+    assert f"hf upload mine {out} --exclude {folder_mark.NAME}" in err
     assert out.is_dir()
     assert answer(["export", str(source), "--out", str(out), "--push", "not a name"]) == 2
     assert "--push not a name: " in capsys.readouterr().err

@@ -17,7 +17,7 @@ from bridge.checks import Check, one_copy_proof
 from bridge.checks.one_copy_proof import Served
 from bridge.config import SamplingConfig
 from bridge.core.process import ProcessIdentity
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.rollouts.sampler import Sampler
 from bridge.server import manifest as manifests
@@ -27,7 +27,7 @@ from bridge.server.protocol import Element, Status
 from bridge.types import Group, Quantization
 from bridge.weights import fp8
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.parts import digest
+from bridge.weights.rank_parts import digest
 from tests.models import tiny
 from tests.models.families import FAMILIES
 from tests.unit import toy_server

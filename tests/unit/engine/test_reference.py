@@ -17,7 +17,7 @@ from bridge.engine.reference import Reference, adapter_off, check, open_referenc
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import preparation
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny

@@ -17,7 +17,7 @@ from torch import Tensor
 import bridge
 from bridge.checkpoints import checkpoint, model_export, optimizer_state
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.core import claim
+from bridge.core import folder_claim
 from bridge.errors import CheckpointError, ServerUnreachableError, UsageError
 from bridge.modes import shared_vllm
 from bridge.optimizers.in_place import InPlaceOptimizer
@@ -321,7 +321,7 @@ def test_a_loop_without_a_folder_gets_one_under_runs(
     attach(None).log(1, loss=0.5)
     (made,) = (tmp_path / "runs").iterdir()
     assert made.name.endswith("-my_loop")
-    assert claim.is_claimed(made)
+    assert folder_claim.is_claimed(made)
 
 
 def test_saving_without_a_step_or_folder_is_refused(attach: Attach, tmp_path: Path) -> None:

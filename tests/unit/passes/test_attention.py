@@ -35,7 +35,7 @@ from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, kernels, layers
 from bridge.passes.packing import Sample, packs
 from bridge.passes.packing_proof import packed
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {

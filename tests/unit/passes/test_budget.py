@@ -16,7 +16,7 @@ from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, IN
 from bridge.passes.packing import Sample
 from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
 from bridge.passes.preparation import recompute_activations
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.planning.memory import FEW, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 from tests.logged import nothing_logged

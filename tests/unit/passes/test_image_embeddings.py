@@ -15,7 +15,7 @@ from bridge.config import ComputeConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import image_embeddings, preparation
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.planning.model_size import SEEING
 from bridge.types import Images
 from bridge.weights import skeleton

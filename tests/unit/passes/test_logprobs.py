@@ -27,7 +27,7 @@ from bridge.passes import layers
 from bridge.passes import logprobs as blocks
 from bridge.passes.logprobs import LogitTransform, check_head, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests.models import tiny
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -21,11 +21,11 @@ from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import prepare
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import Ranks
 from bridge.weights import skeleton
 from bridge.weights.model_folder import stored_buffers
-from bridge.weights.parts import Cut, Parts, Shared, shared_elements
+from bridge.weights.rank_parts import Cut, Parts, Shared, shared_elements
 from tests import family_results
 from tests.family_results import NUM_PARTS
 from tests.models import vllm_cuts

@@ -40,7 +40,7 @@ from bridge.passes import attention, layers, routing
 from bridge.passes.packing_proof import LENGTHS as CHECKED_LENGTHS
 from bridge.passes.packing_proof import Expected, difference, example_tokens, packed
 from bridge.passes.preparation import prepare, recompute_activations
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.weights import skeleton
 from bridge.weights.adapter import Adapter

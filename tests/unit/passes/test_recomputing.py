@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from bridge.passes import activation_offload, attention, layers
 from bridge.passes.layers import HOST_INPUTS, Kept
 from bridge.passes.packing_proof import packed
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests.unit.passes.test_attention import FAMILIES, LENGTHS, gradients, tiny, tokens
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 

@@ -13,7 +13,7 @@ from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, layers, recurrence
 from bridge.passes.packing_proof import Expected, packed
 from bridge.passes.preparation import prepare
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from tests.models.families import FAMILIES
 
 HYBRIDS = ("Qwen3.5 (text)", "Qwen3-Next")

@@ -34,7 +34,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, layers, routing, slices
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.routing import RouterReplay
 from bridge.ranks.world import Ranks
 from bridge.run.step_batch import Batch, Computed

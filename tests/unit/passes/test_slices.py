@@ -19,7 +19,7 @@ from bridge.passes import attention, layers, slices
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.parallel_proof import check_slices
 from bridge.passes.preparation import prepare
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.slices import Slices
 from bridge.ranks.world import ALONE, Ranks
 from tests.logged import logged

@@ -23,10 +23,10 @@ from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from bridge_patches import completions as completions_route
 from bridge_patches import expanded_images, routes
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED
+from bridge_patches.filter_thresholds import COUNT_BITS, KEEP_ALL, pack
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
 from bridge_patches.server_fence import ServerFence
-from bridge_patches.thresholds import COUNT_BITS, KEEP_ALL, pack
 from tests.unit.checks_sample import manifest
 
 BODY = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}

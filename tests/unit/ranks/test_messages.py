@@ -62,8 +62,8 @@ def test_an_unknown_kind_of_value_is_refused_where_it_is_sent() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        b"\xff", b"{", b'{"os:system": {"command": "true"}}', b'{"bridge.core.claim:make": {}}', b'{"a": 1, "b": 2}',
-        b'{"bridge.nowhere:A": {}}', b'{"bridge.types:Group": {}}', b'{"tensor": ["os", [1], ""]}',
+        b"\xff", b"{", b'{"os:system": {"command": "true"}}', b'{"bridge.core.folder_claim:make": {}}',
+        b'{"a": 1, "b": 2}', b'{"bridge.nowhere:A": {}}', b'{"bridge.types:Group": {}}', b'{"tensor": ["os", [1], ""]}',
     ],
 )  # fmt: skip
 def test_message_of_unknown_kind_is_refused(message: bytes) -> None:

@@ -26,7 +26,7 @@ from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.metrics import Evaluation, Summary
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.core import atomic_folder, mark
+from bridge.core import atomic_folder, folder_mark
 from bridge.engine.sharing import busiest, distribute
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.optimizers import offloaded_adamw, slabs
@@ -802,7 +802,7 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
 
 def test_all_ranks_have_the_baseline_that_rank_zero_measured(models: Path) -> None:
     (models / "run").mkdir()
-    mark.put(models / "run", "run")
+    folder_mark.put(models / "run", "run")
     (models / "run" / "evaluations.jsonl").write_text('{"step": 0, "reward_mean": 0.375}\n')
     assert on_ranks(2, baseline, models) == [0.375, 0.375]
 

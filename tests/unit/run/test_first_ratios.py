@@ -14,7 +14,7 @@ from bridge.learn import policy_loss
 from bridge.learn.policy_loss import LOSSES
 from bridge.passes import layers, logprobs
 from bridge.passes.packing import MicroBatch
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.run import learner
 from bridge.types import Completion, Group
 from tests.models import tiny

@@ -22,7 +22,7 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offloaded_adamw import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes.preparation import recompute_activations
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.weights.adapter import Adapter
 from tests.logged import nothing_logged
 from tests.models import tiny

@@ -24,7 +24,7 @@ from bridge.types import Group
 from bridge.weights import stored_tensors
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import OpenedModel
-from bridge.weights.parts import Parts
+from bridge.weights.rank_parts import Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
 from tests.unit import learners

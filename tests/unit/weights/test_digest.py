@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from bridge.weights import parts as module
-from bridge.weights.parts import digest
+from bridge.weights import rank_parts as module
+from bridge.weights.rank_parts import digest
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn,

@@ -12,7 +12,7 @@ from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
 from bridge.weights.attach import _view
 from bridge.weights.layout import Copy, Shape, check_coverage, check_parts, contiguous_stride, cut_of, join
-from bridge.weights.parts import Cut
+from bridge.weights.rank_parts import Cut
 from bridge_patches import loading
 from tests.unit.patches.test_loading import skeleton
 from tests.unit.weights import random_server

@@ -25,7 +25,7 @@ from bridge.run.trainer import Run
 from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import OpenedModel
-from bridge.weights.parts import Parts
+from bridge.weights.rank_parts import Parts
 from tests.models import tiny, vllm_cuts
 from tests.unit.several_ranks import on_ranks
 from tests.unit.trainer_runs import FakeMode, Letters, runner

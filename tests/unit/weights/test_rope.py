@@ -13,7 +13,7 @@ from bridge.engine.reference import open_reference
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
 from bridge.passes.packing_proof import packed
 from bridge.passes.preparation import prepare
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.weights import loaded, rope
 from bridge.weights.attach import attach, reattach
 from tests.logged import nothing_logged

@@ -23,7 +23,7 @@ from bridge.passes import attention, image_proof, layers
 from bridge.passes.layers import ALL, HOST_INPUTS
 from bridge.passes.packing_proof import LENGTHS, example_tokens, packed
 from bridge.passes.preparation import prepare, recompute_activations
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.weights.adapter import Adapter
 from tests.logged import nothing_logged
 from tests.models.families import FAMILIES

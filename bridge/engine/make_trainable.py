@@ -21,10 +21,10 @@ from bridge.passes import preparation
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
-from bridge.passes.prepared import PreparedModel
+from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.attach import OpenedModel
-from bridge.weights.parts import Parts
+from bridge.weights.rank_parts import Parts
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.core import claim
+from bridge.core import folder_claim
 from bridge.errors import UsageError
 
 HOLD = """
@@ -43,7 +43,7 @@ def held(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]
 
 
 def make(folder: Path) -> tuple[Path, ...]:
-    return claim.make(folder, what="run directory", flag="--run-dir")
+    return folder_claim.make(folder, what="run directory", flag="--run-dir")
 
 
 def test_a_folder_in_use_is_refused_with_the_pid_of_its_process(tmp_path: Path) -> None:
@@ -84,19 +84,19 @@ def test_process_may_claim_twice_and_remove_an_empty_one(tmp_path: Path) -> None
     assert made == (tmp_path / "a" / "b", tmp_path / "a")
     assert make(tmp_path / "a" / "b") == ()
     (tmp_path / "a" / "mine").touch()
-    claim.remove_unused(made)
+    folder_claim.remove_unused(made)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
 
 
 def test_every_process_sees_a_claim_and_looking_claims_nothing(tmp_path: Path) -> None:
-    assert not claim.is_claimed(tmp_path)
+    assert not folder_claim.is_claimed(tmp_path)
     with held(tmp_path) as (holder, _):
-        assert claim.is_claimed(tmp_path)
+        assert folder_claim.is_claimed(tmp_path)
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-        assert not claim.is_claimed(tmp_path)
+        assert not folder_claim.is_claimed(tmp_path)
     make(tmp_path)
-    assert claim.is_claimed(tmp_path)
+    assert folder_claim.is_claimed(tmp_path)
 
 
 def test_where_no_folder_can_be_locked_every_claim_is_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,12 @@ def test_where_no_folder_can_be_locked_every_claim_is_granted(tmp_path: Path, mo
     with held(tmp_path):
         monkeypatch.setattr(fcntl, "flock", refuse)
         assert make(tmp_path) == ()
-        assert claim.is_claimed(tmp_path)
+        assert folder_claim.is_claimed(tmp_path)
 
 
 def test_without_the_kernels_list_the_process_has_no_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path):
-        monkeypatch.setattr(claim, "holder", lambda _: None)
+        monkeypatch.setattr(folder_claim, "holder", lambda _: None)
         with pytest.raises(UsageError, match="in use by another process: two runs") as refused:
             make(tmp_path)
     assert refused.value.hint == "wait for it to finish, or choose another --run-dir"

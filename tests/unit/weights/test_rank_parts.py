@@ -25,9 +25,9 @@ from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Group
 from bridge.weights import model_folder, stored_tensors
-from bridge.weights import parts as parts_
+from bridge.weights import rank_parts as parts_
 from bridge.weights.attach import OpenedModel
-from bridge.weights.parts import Cut, Parts
+from bridge.weights.rank_parts import Cut, Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
 from tests.unit import learners

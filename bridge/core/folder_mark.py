@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from bridge.core import atomic_file, claim, json_lines
+from bridge.core import atomic_file, folder_claim, json_lines
 from bridge.errors import UsageError, first_few
 
 NAME = ".bridge_folder.json"
@@ -86,7 +86,7 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
     foreign = [path for path in paths if not (path.name in ours or path.name.startswith(half_written))]
     if foreign:
         raise UsageError(f"{folder} also holds files that Bridge did not make: {_listed(foreign)}", hint=elsewhere)
-    claim.make(folder, what="folder", flag=flag)
+    folder_claim.make(folder, what="folder", flag=flag)
     for path in paths:  # the mark comes last, so that this can be repeated if it is interrupted
         if _is_folder(path):
             shutil.rmtree(path)
