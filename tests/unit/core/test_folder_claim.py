@@ -17,8 +17,8 @@ from bridge.errors import UsageError
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from bridge.core import claim
-claim.make(Path(sys.argv[1]), what="run directory", flag="--run-dir")
+from bridge.core import folder_claim
+folder_claim.make(Path(sys.argv[1]), what="run directory", flag="--run-dir")
 if "fork" in sys.argv and os.fork():
     time.sleep(600)
 print(os.getpid(), flush=True)
