@@ -6,7 +6,7 @@
 TRL keeps its loss, rewards, schedules, callbacks and logs. The model's parameters are vLLM's; completions come from
 that server; and the weights change inside the fence alone, in a step of the optimizer or when a checkpoint is loaded.
 
-Not covered, and refused by name: several processes, TRL's tools and environments, images.
+Not covered, and refused by name: several processes, images.
 """
 
 import logging
@@ -27,6 +27,7 @@ from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.trl_settings import check_version, filters_of, refuse_other_adapter, refuse_settings, tokenizer_of
+from bridge.types import Group, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -216,18 +217,26 @@ class Fence(TrainerCallback):  # type: ignore[misc]
 
 CALLS_OF_A_SEED = 2**24
 """Between the first call of a seed of TRL's and that of the next: more than any run has."""
+CALLS_OF_A_TURN = 2**20
+"""Between a call's seed and that of the next turn of the same call."""
+CHAT = [{"role": "user", "content": ""}]
+"""Stands for the messages of a prompt that TRL renders itself: its completions end as those of messages do."""
 
 
 class _Rollouts:
-    """TRL's `rollout_func`: samples from the policy's server."""
+    """TRL's `rollout_func`: samples from the policy's server, and so does TRL's loop that calls tools."""
 
     def __init__(self, policy: Policy, args: Any) -> None:
         self._policy = policy
         self._calls: count[int] | None = None
-        self._seed = args.seed
+        self._turns = count(1)
+        """Of the completions of the last call: each turn after a tool's result has a seed of its own."""
+        self._first_seed = args.seed * CALLS_OF_A_SEED
+        self._seed = self._first_seed
+        """Of the last call."""
         self._template = args.chat_template_kwargs or {}
-        self._parameters = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
-        self._parameters |= filters_of(args)
+        self._max_tokens = args.max_completion_length
+        self._parameters = {"temperature": args.temperature, **filters_of(args)}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
         """Return one completion for each prompt; TRL repeats a prompt for every completion that it wants.
@@ -235,18 +244,15 @@ class _Rollouts:
         Shapes: lists of one list of token ids or log-probabilities per prompt.
 
         Raises:
-            UsageError: the trainer has tools or environments, or a prompt has an image.
+            UsageError: a prompt has an image.
         """
-        _refuse_uncovered(trainer, prompts)
+        _refuse_media(prompts)
         self._calls = self._calls or count(trainer.state.global_step)  # a resumed trainer samples what it would have
-        runs = [(prompt, len([*same])) for prompt, same in groupby(prompts)]
-        if len({length for _, length in runs}) > 1:
-            runs = [(prompt, 1) for prompt in prompts]
-        length = runs[0][1]
-        groups = self._policy.sample(
-            [prompt for prompt, _ in runs], n=length, seed=self._seed * CALLS_OF_A_SEED + next(self._calls),
-            chat_template_kwargs=self._template, **self._parameters,
-        )  # fmt: skip
+        self._seed, self._turns = self._first_seed + next(self._calls), count(1)
+        if trainer.tools:  # TRL renders them into the prompts, calls them, and samples what follows by this method
+            prompts = [_rendered(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+            trainer._generate_single_turn = self._next_turn
+        groups = self._sampled(prompts, self._seed, self._max_tokens)
         completions = [completion for group in groups for completion in group.completions]
         return {
             "prompt_ids": [[*group.prompt_token_ids] for group in groups for _ in group.completions],
@@ -254,30 +260,68 @@ class _Rollouts:
             "logprobs": [[*completion.logprobs] for completion in completions],
         }
 
+    def _next_turn(
+        self, prompt_ids: Sequence[Sequence[int]], images: Any = None, *_: Any, **__: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Stand in for `_generate_single_turn` of TRL's trainer, which samples what follows the results of tools.
 
-def _refuse_uncovered(trainer: Any, prompts: Sequence[Any]) -> None:
-    """Refuse tools, environments and images, without which the server would sample; no callback sees them.
+        A sequence that the server's longest leaves less room is sampled alone, to its end: TRL would cut it there.
+
+        Raises:
+            UsageError: a tool returned an image.
+        """
+        if images:
+            raise _image_error("a tool returned an image")
+        longest = self._policy.mode.max_model_len
+        rooms = [
+            self._max_tokens if longest is None else min(self._max_tokens, longest - len(ids)) for ids in prompt_ids
+        ]
+        token_ids: list[list[int]] = [[] for _ in prompt_ids]
+        logprobs: list[list[float]] = [[] for _ in prompt_ids]
+        for room in sorted({room for room in rooms if room > 0}):
+            places = [place for place, own in enumerate(rooms) if own == room]
+            seed = self._seed + next(self._turns) * CALLS_OF_A_TURN
+            groups = self._sampled([_rendered(prompt_ids[place]) for place in places], seed, room)
+            completions = [completion for group in groups for completion in group.completions]
+            for place, completion in zip(places, completions, strict=True):
+                token_ids[place], logprobs[place] = [*completion.token_ids], [*completion.logprobs]
+        return token_ids, logprobs
+
+    def _sampled(self, prompts: Sequence[Any], seed: int, max_tokens: int) -> list[Group]:
+        """Return groups with one completion for each prompt, equal ones in a row in one group."""
+        runs = [(prompt, len([*same])) for prompt, same in groupby(prompts)]
+        if len({length for _, length in runs}) > 1:
+            runs = [(prompt, 1) for prompt in prompts]
+        length = runs[0][1]
+        return self._policy.sample(
+            [prompt for prompt, _ in runs], n=length, seed=seed, chat_template_kwargs=self._template,
+            max_tokens=max_tokens, **self._parameters,
+        )  # fmt: skip
+
+
+def _rendered(ids: Sequence[int]) -> Problem:
+    """Return a prompt of messages that are rendered as these token ids."""
+    return {"prompt": CHAT, "prompt_token_ids": [*ids]}
+
+
+def _refuse_media(prompts: Sequence[Any]) -> None:
+    """Refuse images, without which the server would sample; no callback sees them.
 
     Raises:
-        UsageError: the trainer has tools or environments, or a prompt has an image.
+        UsageError: a prompt has an image.
     """
-    given = {
-        "environment_factory": getattr(trainer, "environment_factories", None),
-        "tools": getattr(trainer, "_standalone_tools", None) or getattr(trainer, "tools", None),
-    }
-    if name := next((name for name, value in given.items() if value), None):
-        raise UsageError(
-            f"GRPOTrainer has {name}, and bridge.for_trl samples without tools: the model would not see them",
-            hint="write the tools as a task of Bridge (docs/environments.md), or train with use_vllm and no Bridge",
-        )
     messages = chain.from_iterable(prompt for prompt in prompts if not isinstance(prompt, str))
     contents = (message.get("content") for message in messages)
     parts = chain.from_iterable(content for content in contents if isinstance(content, list))
     if kind := next((part.get("type") for part in parts if part.get("type") != "text"), None):
-        raise UsageError(
-            f"a prompt has a part of the type {kind!r}, and bridge.for_trl samples from text alone",
-            hint="leave images and other media out of the data set",
-        )
+        raise _image_error(f"a prompt has a part of the type {kind!r}")
+
+
+def _image_error(what: str) -> UsageError:
+    return UsageError(
+        f"{what}, and bridge.for_trl samples from text alone",
+        hint="leave images and other media out of the data set and of what tools return",
+    )
 
 
 def _adamw(policy: Policy, args: Any) -> InPlaceOptimizer:

@@ -403,8 +403,8 @@ class Policy:
         if min(ids) < 0 or max(ids) >= MOST_IDS:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise UsageError(f"a prompt has the token id {wrong}", hint="give it ids of the model's tokenizer")
-        text = problem["prompt"] if isinstance(problem["prompt"], str) else self.tokenizer.decode(ids)
-        whole: Problem = problem | {"prompt": text, "prompt_token_ids": ids}
+        prompt = problem["prompt"] if "prompt_token_ids" in problem else self.tokenizer.decode(ids)
+        whole: Problem = problem | {"prompt": prompt, "prompt_token_ids": ids}
         return whole
 
     def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:

@@ -25,7 +25,7 @@ from bridge.errors import GradientError, UsageError
 from bridge.modes import shared_vllm
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.server.manifest import MANIFEST_NAME
-from tests.models import tiny
+from tests.models import chat, tiny
 from tests.unit import toy_server
 from tests.unit.engine.test_policy import FenceClient, calls
 from tests.unit.modes import lora_runs
@@ -36,6 +36,18 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.P
     monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     monkeypatch.setattr(trl, "check_version", lambda: None)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
+    with toy_server.attach(toy.manifest, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
+    """As `policy`, with the tokens and the chat template of Qwen 3."""
+    monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
+    monkeypatch.setattr(trl, "check_version", lambda: None)
+    vocabulary = len(chat.tokenizer(tmp_path / "model", "qwen3"))
+    toy = toy_server.serve(tiny.llama(vocabulary), tmp_path / "model")
+    chat.tokenizer(tmp_path / "model", "qwen3")  # instead of the one that came with the weights
     with toy_server.attach(toy.manifest, tmp_path) as made:
         yield made
 
@@ -77,7 +89,7 @@ def choices(**changed: Any) -> Any:
 
 
 def plain_trainer(policy: bridge.Policy) -> Any:
-    return SimpleNamespace(state=SimpleNamespace(global_step=0), tools=[], environment_factories=None)
+    return SimpleNamespace(state=SimpleNamespace(global_step=0), tools=[])
 
 
 REFUSED: dict[str, Any] = {
@@ -125,7 +137,7 @@ OF_THE_SCHEDULE_AND_THE_DATA = {
     "length_column_name", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_generations",
     "num_generations_eval", "num_train_epochs", "per_device_eval_batch_size", "per_device_train_batch_size",
     "remove_unused_columns", "shuffle_dataset", "steps_per_generation", "train_sampling_strategy", "warmup_steps",
-    "model_init_kwargs", "trust_remote_code",
+    "max_tool_calling_iterations", "model_init_kwargs", "trust_remote_code",
 }  # fmt: skip
 """The last two are for a reference and for reward models; TRL warns that the trained model does not use them."""
 OF_LOGS_AND_CHECKPOINTS = {
@@ -143,16 +155,16 @@ OF_LOGS_AND_CHECKPOINTS = {
 """`load_best_model_at_end` and resuming load weights inside the fence."""
 WITHOUT_EFFECT_ALONE = {
     "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
-    "ddp_timeout", "ds3_gather_for_generation", "fsdp_config", "local_rank", "max_tool_calling_iterations",
+    "ddp_timeout", "ds3_gather_for_generation", "fsdp_config", "local_rank",
 }  # fmt: skip
-"""Details of several processes and of tools, which are refused themselves."""
+"""Details of several processes, which are refused themselves."""
 WORKS = (
     PASSED_ON | OF_THE_LOSS | OF_THE_PASSES | OF_THE_SCHEDULE_AND_THE_DATA | OF_LOGS_AND_CHECKPOINTS
     | WITHOUT_EFFECT_ALONE
 )  # fmt: skip
 TRAINER_ARGUMENTS = {
     "model": "for_trl's", "rollout_func": "for_trl's", "args": "must be for_trl's", "peft_config": "refused",
-    "tools": "refused", "environment_factory": "refused", "processing_class": "of for_trl", "callbacks": "of for_trl",
+    "tools": "TRL's", "environment_factory": "TRL's", "processing_class": "of for_trl", "callbacks": "of for_trl",
     "optimizers": "of for_trl", "reward_funcs": "TRL's", "train_dataset": "TRL's", "eval_dataset": "TRL's",
     "reward_processing_classes": "TRL's", "quantization_config": "for a reference; TRL warns",
 }  # fmt: skip
@@ -248,20 +260,108 @@ def test_a_completion_may_end_at_the_end_of_a_turn(policy: bridge.Policy) -> Non
     assert policy.model.generation_config.eos_token_id == [2, 7]
 
 
-@pytest.mark.parametrize(
-    ("changed", "prompt", "words"),
-    [
-        ({"tools": [print]}, "a", "GRPOTrainer has tools"),
-        ({"environment_factories": {None: dict}, "tools": [print]}, "a", "GRPOTrainer has environment_factory"),
-        ({}, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}], "the type 'image'"),
-    ],
-)
-def test_what_the_model_would_not_see_is_refused(
-    policy: bridge.Policy, changed: dict[str, Any], prompt: Any, words: str
+def test_an_image_in_a_prompt_is_refused(policy: bridge.Policy) -> None:
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    with pytest.raises(UsageError, match="a prompt has a part of the type 'image'"):
+        bridge.for_trl(policy, choices())["rollout_func"]([prompt], plain_trainer(policy))
+
+
+def answering(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[dict[str, Any]]:
+    """Let the policy sample these texts, one in each call, and return the calls to come."""
+    made: list[dict[str, Any]] = []
+
+    def sample(prompts: list[Any], *, n: int, **parameters: Any) -> list[bridge.Group]:
+        text = texts[len(made)]
+        made.append({"prompts": prompts, "n": n, **parameters})
+        ids = (*policy.tokenizer(text)["input_ids"], policy.tokenizer.eos_token_id)
+        completion = bridge.Completion(
+            token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason="stop"
+        )  # fmt: skip
+        return [
+            bridge.Group(
+                problem=prompt, prompt_token_ids=tuple(prompt["prompt_token_ids"]), completions=(completion,) * n,
+                rewards=(0.0,) * n,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+
+    monkeypatch.setattr(policy, "sample", sample)
+    return made
+
+
+def test_tools_of_a_trainer_are_called_and_trained_with(
+    chatting: bridge.Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    trainer = SimpleNamespace(**{**vars(plain_trainer(policy)), **changed})
-    with pytest.raises(UsageError, match=words):
-        bridge.for_trl(policy, choices())["rollout_func"]([prompt], trainer)
+    """TRL renders, calls and masks; each turn after a tool's result is sampled from the server, too."""
+    from datasets import Dataset
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first one.
+            b: The second one.
+
+        Returns:
+            The sum.
+        """
+        added.append((a, b))
+        return a + b
+
+    added: list[tuple[int, int]] = []
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 30, "b": 12}}\n</tool_call>'
+    made = answering(chatting, monkeypatch, call, "It is 42.")
+    args = GRPOConfig(
+        str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", max_steps=1, num_generations=2,
+        per_device_train_batch_size=2, max_completion_length=512, learning_rate=1e-3,
+    )  # fmt: skip
+    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": "30 + 12?"}]}] * 2)
+    seen: list[Any] = []
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [0.0, 1.0]
+
+    trainer = GRPOTrainer(
+        **bridge.for_trl(chatting, args), args=args, reward_funcs=reward, train_dataset=prompts, tools=[add]
+    )
+    trainer.train()
+    assert added == [(30, 12)] * 2
+    assert [message["role"] for message in seen[0]] == ["assistant", "tool", "assistant"]
+    assert seen[0][1]["content"] == "42"
+    first, then = made
+    assert (len(first["prompts"]), first["n"], first["max_tokens"]) == (1, 2, 512)
+    (prompt,), (whole,) = ([problem["prompt_token_ids"] for problem in sampled["prompts"]] for sampled in (first, then))
+    assert '"name": "add"' in chatting.tokenizer.decode(prompt), "the model sees the tool"
+    assert whole[: len(prompt)] == prompt
+    after = chatting.tokenizer.decode(whole[len(prompt) :])
+    assert after.startswith(call)
+    assert "42" in after.removeprefix(call)
+    assert first["seed"] != then["seed"]
+    log = trainer.state.log_history[0]
+    assert (log["tools/call_frequency"], log["tools/failure_frequency"]) == (1.0, 0.0)
+    assert chatting.version == 1, "one step, inside the fence"
+
+
+def test_a_turn_after_a_tool_fits_the_servers_sequences(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL counts a tool's result as part of the completion, and cuts what follows; the server would refuse it."""
+    made = answering(policy, monkeypatch, "first", "short", "long")
+    monkeypatch.setattr(policy.mode, "max_model_len", 20)
+    rollouts = bridge.for_trl(policy, choices(max_completion_length=8))["rollout_func"]
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=0), tools=[print], _tokenize_prompts=lambda _: ([[5] * 4] * 3, None, {})
+    )
+    rollouts([[{"role": "user", "content": "a"}]] * 3, trainer)
+    token_ids, logprobs = trainer._generate_single_turn([[5] * 12, [6] * 17, [7] * 20], None, {}, num_generations=1)
+    assert [(len(call["prompts"]), call["max_tokens"]) for call in made] == [(1, 8), (1, 3), (1, 8)]
+    assert len({call["seed"] for call in made}) == 3
+    texts = [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+    assert texts == ["long", "short", ""]
+    assert [len(values) for values in logprobs] == [len(ids) for ids in token_ids]
+    with pytest.raises(UsageError, match=r"a tool returned an image, and .* samples from text alone"):
+        trainer._generate_single_turn([[5]], [["picture"]], {}, num_generations=1)
 
 
 def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:

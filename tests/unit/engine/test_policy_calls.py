@@ -349,6 +349,14 @@ def test_a_prompt_may_be_token_ids_of_any_kind(policy: bridge.Policy, kind: str)
     assert group.problem.get("answer") == ("4" if kind == "dictionary" else None)
 
 
+def test_ids_beside_messages_end_as_messages_do(policy: bridge.Policy) -> None:
+    """A completion of messages ends at the end of a turn, too, which text that was decoded from ids would not say."""
+    messages = [{"role": "user", "content": "a"}]
+    (group,) = policy.sample([{"prompt": messages, "prompt_token_ids": [65, 66]}])
+    assert group.prompt_token_ids == (65, 66)
+    assert group.problem["prompt"] == messages
+
+
 def test_prompts_may_come_from_a_generator(policy: bridge.Policy) -> None:
     """It was empty after the first check, and nothing was sampled, without a word."""
     assert len(policy.sample(text for text in ("a", "b"))) == 2  # type: ignore[arg-type]
