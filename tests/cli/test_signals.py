@@ -42,13 +42,15 @@ def ends(ending: InterruptHandler, number: int) -> bool:
 
 VERIFY_IN_PARTS = """
 from pathlib import Path
-from bridge.checks import verify
+from bridge.checks import one_copy_proof
 from bridge_cli import main
 from bridge_cli.verify import discovery
 
 HANGS = Path("import time; time.sleep(600)")
-verify.MODULE = "timeit"
-verify.verify = lambda path: iter([verify.logprobs(verify.diffs_of_parts(path, 2, [], None, timeout_s=600))])
+one_copy_proof.MODULE = "timeit"
+one_copy_proof.verify = lambda path: iter(
+    [one_copy_proof.logprobs(one_copy_proof.diffs_of_parts(path, 2, [], None, timeout_s=600))]
+)
 discovery.find = lambda given: HANGS
 main.main()
 """
