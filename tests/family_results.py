@@ -125,7 +125,7 @@ REFUSED = (
     (
         "images with Gemma 3 and Gemma 4",
         "an image's tokens attend to each other in both directions (in larger models of Gemma 4), and packs are causal",
-        "prompts of text, or a family whose images are proved",
+        "text prompts, or a family with tested images",
     ),
     (
         "MiniMax-M2 on a CPU",

@@ -1,10 +1,10 @@
-"""What layers keep for the backward pass, in host memory: copied there while later layers compute, and back in time.
+"""Activation offloading: tensors that layers keep for the backward pass wait in host memory.
 
-Recomputed layers keep their inputs, and those that are compiled also what attention returned. Each of these is copied
-to pinned memory on a stream of its own while the next layer computes, and its memory on the GPU is free after that. In
-the backward pass the tensors of the layer before are on their way back while a layer computes.
+Recomputed layers keep their inputs, and compiled ones may also keep attention's output. Each of these tensors is copied
+to pinned memory on a separate stream while the next layer computes; then its GPU memory is freed. In the backward pass,
+the tensors of the preceding layer are copied back while a layer computes.
 
-Not covered: when it is worth it (`budget.py`).
+Not covered: when offloading is worth it (`budget.py`).
 """
 
 from contextlib import AbstractContextManager
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 AHEAD = 2
-"""Tensors that are on the device while they are copied, there or back: as many as one layer keeps."""
+"""How many tensors are on the device while they are copied in either direction: as many as one layer keeps."""
 LEAST_SHARE = 0.5
-"""A tensor is moved if it has at least this share of a layer's input; what is smaller, such as RoPE's, is shared."""
+"""A tensor is offloaded if it has at least this share of the elements of a layer's input. Smaller ones, such as RoPE's,
+are shared by all layers."""
 
 
 def on_host(model: nn.Module, num_elements: int) -> AbstractContextManager[Any]:
-    """Run a forward pass whose layers have inputs of `num_elements`, and keep in host memory what they keep."""
+    """Keep in host memory what layers save for the backward pass. Their inputs have `num_elements`."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = _Kept(weights, num_elements, next(model.parameters()).dtype)
     return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
@@ -41,14 +42,14 @@ class _Kept:
         self._stream: torch.cuda.Stream | None = None
 
     def __del__(self) -> None:
-        """Let the memory of what is still being copied be used again only after that."""
+        """Let the memory of tensors that are still being copied be reused only after their copies."""
         for tensor, event in self._here.values():
             _wait(tensor, event)
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        """Move a tensor if it is large, no weight, and not a part of something larger, which would stay.
+        """Offload a tensor if it is large and neither a weight nor a view of a larger tensor, which would stay.
 
-        Return the number of the move, or the tensor if it stays.
+        Return the number of the offloaded tensor, or the tensor itself if it stays.
         """
         is_large = tensor.dtype == self._dtype and tensor.numel() >= self._least
         storage = tensor.untyped_storage()
@@ -64,7 +65,7 @@ class _Kept:
         return number
 
     def unpack(self, packed: Tensor | int) -> Tensor:
-        """Return the tensor on its device, and start to copy those that are needed next."""
+        """Return the tensor on its device, and start copying back the ones that are needed next."""
         if isinstance(packed, Tensor):
             return packed
         self._was_used.add(packed)
@@ -77,7 +78,7 @@ class _Kept:
         return tensor
 
     def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Start to copy a tensor; return its copy, and the event after which it is made."""
+        """Start copying a tensor to the host. Return the copy, and the event that marks its end."""
         if not tensor.is_cuda:
             return tensor.clone(), None
         self._stream = self._stream or torch.cuda.Stream(tensor.device)
@@ -88,7 +89,7 @@ class _Kept:
             return on_host, self._stream.record_event()
 
     def _fetch(self, number: int) -> None:
-        """Start to copy a tensor back, unless it is on its way."""
+        """Start copying a tensor back to the device, unless that copy has already started."""
         if number in self._here:
             return
         on_host = self._on_host[number]
@@ -96,7 +97,7 @@ class _Kept:
         if self._stream is None:
             self._here[number] = on_host, None
             return
-        tensor = torch.empty_like(on_host, device=device)  # memory of the stream that computes with it
+        tensor = torch.empty_like(on_host, device=device)  # allocated on the stream that computes with it
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             tensor.copy_(on_host, non_blocking=True)
@@ -104,10 +105,10 @@ class _Kept:
 
 
 def _wait(tensor: Tensor, event: Any) -> None:
-    """Let what is computed from now on begin after the copy: memory that is freed then is used again in this order.
+    """Make the computing stream wait for the copy, so that the tensor's memory may be freed and reused in stream order.
 
-    With `record_stream` it would be free only once the device got there. The host is many layers ahead of it, whose
-    tensors would all take memory at once.
+    With `record_stream` the memory would be free only once the device got there. The host runs many layers ahead of
+    the device, and the tensors of all these layers would take memory at the same time.
     """
     if event is not None:
         torch.cuda.current_stream(tensor.device).wait_event(event)

@@ -1,19 +1,19 @@
-"""Causal attention over packed sequences: each token attends to its own sequence, without a mask of tokens x tokens.
+"""Causal attention over packed sequences: tokens attend within their sequence, without a mask of tokens x tokens.
 
-Registered with transformers under Bridge's own name, for every model that looks up its attention there. The boundaries
-of the sequences are keyword arguments of the decoder's call (transformers' `FlashAttentionKwargs`, and `seen`), so that
-recomputed and compiled layers get them, too.
+It is registered with transformers as `NAME`, for every model that looks up its attention in that registry. The
+boundaries of the sequences are keyword arguments of the decoder's call (transformers' `FlashAttentionKwargs`, and
+`seen`), so that recomputed and compiled layers receive them, too.
 
 Completions may share their prompt: it is computed once, and each completion attends to the prompt's keys and values
-before its own. Everything but attention treats each token on its own and needs no change.
+before its own. Everything except attention treats each token independently and needs no change.
 
-Where the kernel for variable lengths does not fit (the CPU, float32, capped scores, attention sinks), attention is
-computed by blocks of rows, exactly and on any device.
+Where the variable-length kernel does not apply (the CPU, float32, capped scores, attention sinks), attention is
+computed in blocks of rows, exactly and on any device.
 
 Not covered: how an attention is chosen and checked (`preparation.py`), and its kernels (`kernels.py`).
-Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each span attends to (span after span), L
-tokens of the longest span of a block, M most keys of one of its spans, A attention heads, K key-value heads (A is a
-multiple of K), X either, D size of a head, H hidden size.
+Shape suffixes: S spans, S1 spans + 1, T tokens of all spans, U keys of all spans (span after span), L tokens of the
+longest span of a block, M most keys of a span of that block, A attention heads, K key-value heads (A is a multiple of
+K), X either kind of heads, D head size, H hidden size.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,42 +31,42 @@ from bridge.errors import UnsupportedModelError
 from bridge.passes import kernels
 
 NAME = "bridge_packed"
-"""The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
+"""The name in transformers' registry. Masks have a separate registry; a name that is missing there gets no mask."""
 KERNEL_HEAD_SIZE = 256
-"""Largest head that the kernel supports."""
+"""Largest head size that the kernel supports."""
 LEAST_FILLED = 0.7
-"""The shortest sequence of a block has at least this share of the longest one's keys."""
+"""The shortest sequence in a block has at least this share of the longest one's keys."""
 ENOUGH = 16
-"""Sequences after which a block ends at the next change of length: equal lengths need no padding."""
+"""A block of this many sequences ends at the next change of length: equal lengths need no padding."""
 
 Span = tuple[int, int]
-"""Number of tokens, and number of keys: those before the span, and the span itself."""
+"""Number of tokens, and number of keys: the span's own tokens and the ones before it that it attends to."""
 
 
 class Attended(NamedTuple):
-    """Attention masks of packed spans that share prompts, in one object, so that a model drops all of it or none."""
+    """The keys that packed spans attend to if they share prompts; one object, so that a model passes on all or none."""
 
     keys_U: Tensor
-    """int64: places in T."""
+    """int64: indices in T."""
     starts_S1: Tensor
-    """int32: where each span's keys begin in U, and U itself."""
+    """int32: where each span's keys begin in U, then U itself."""
     longest: int
-    """Most keys of one span."""
+    """The most keys that a span has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
     """Consecutive runs of tokens: a whole sequence, a shared prompt, or one of its completions.
 
-    A span attends causally to itself, and a completion first to its prompt: a span is the end of what it attends to.
+    A span attends causally to itself, and a completion also to its prompt: a span's own tokens are its last keys.
     """
 
     starts_S1: Tensor
-    """int32: where each span begins in T, and T itself: what variable-length attention takes."""
+    """int32: where each span begins in T, then T itself, as variable-length attention takes them."""
     longest: int
     """Tokens of the longest span."""
     seen: Attended | None = None
-    """Earlier spans that each span attends to; None: only itself."""
+    """The keys of each span, earlier spans included; None: each span attends only to itself."""
 
 
 class Rule(NamedTuple):
@@ -75,15 +75,15 @@ class Rule(NamedTuple):
     scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(D)."""
     window: int | None = None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """How many tokens a token attends to, itself included; None: all preceding ones."""
     cap: float | None = None
     """c in c * tanh(score / c), as in Gemma 2."""
     sinks_A: Tensor | None = None
-    """Score of a token without a value that all tokens attend to, as in gpt-oss."""
+    """Score of an extra token that has no value and that all tokens attend to, as in gpt-oss."""
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of `model`'s decoder, if it allows it."""
+    """Set the attention of `model`'s decoder, if the decoder lets its attention be set."""
     decoder = model.get_decoder()
     if decoder._can_set_attn_implementation():
         decoder.set_attn_implementation(name)
@@ -95,7 +95,7 @@ def chosen(model: PreTrainedModel) -> str:
 
 
 def boundaries(spans: Spans, slices: Any = None) -> dict[str, Any]:
-    """Return what a decoder hands on to `attend`: the spans of a whole pack, and how it is cut (`slices.py`)."""
+    """Return the arguments that a decoder passes on to `attend`: the spans of a full pack, and its slicing."""
     return {
         "cu_seq_lens_q": spans.starts_S1, "cu_seq_lens_k": spans.starts_S1,
         "max_length_q": spans.longest, "max_length_k": spans.longest, "seen": spans.seen, "slices": slices,
@@ -124,7 +124,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend within each sequence, with transformers' signature; without boundaries, each row is one sequence.
 
-    Given a slice, this rank's heads attend within the whole pack.
+    With `slices`, this rank's heads attend over the full pack.
     Shapes: [1, A, T, D], [1, K, T, D] x 2 -> [1, T, A, D].
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -169,7 +169,7 @@ def _in_spans(
 
 
 def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:
-    """Return the keys or values of all spans; in float32, in which the gradients of all completions then add up."""
+    """Return the keys or values of all spans. The gradients of completions that share a prompt add up in float32."""
     return x_TKD.float().index_select(0, keys_U).to(x_TKD.dtype)
 
 
@@ -182,7 +182,7 @@ def _fits_kernel(q_TAD: Tensor, v_UKD: Tensor, rule: Rule) -> bool:
 
 
 def _fits_one(query: Tensor, value: Tensor, rule: Rule) -> bool:
-    """Whether the kernel for one long sequence fits: [1, A, T, D], [1, K, T, D]."""
+    """Whether the kernel for one long sequence applies: [1, A, T, D], [1, K, T, D]."""
     num_tokens, size = query.shape[2:]
     sees_all = rule.window is None or rule.window >= num_tokens
     return kernels.is_long(num_tokens, size) and sees_all and _fits_kernel(query[0], value[0], rule)
@@ -190,7 +190,7 @@ def _fits_one(query: Tensor, value: Tensor, rule: Rule) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def by_blocks(q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-    """Attend by blocks of neighbors of similar length; a pack has its sequences in the order of their lengths.
+    """Attend in blocks of neighboring spans of similar length; a pack is sorted by the lengths of its sequences.
 
     Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
     """
@@ -202,7 +202,7 @@ def by_blocks(q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor,
 
 
 def similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Cut the spans into blocks: of equally many keys, or a few that differ little."""
+    """Divide consecutive spans into blocks: many spans with the same number of keys, or a few with similar numbers."""
     block: list[Span] = []
     shortest = longest = 0
     for span in spans:
@@ -217,12 +217,12 @@ def similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, rule: Rule) -> Tensor:
-    """Attend in rows as long as the longest; no span attends to the padding after it."""
+    """Attend in rows as long as the block's longest span; no span attends to the padding after it."""
     queries, keys = (Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
     seen = None
     if any(span != spans[0] for span in spans) and any(few < many for few, many in spans):
         before_S1 = keys.lengths_S1 - queries.lengths_S1
-        last_SL = torch.minimum(before_S1 + queries.within_1L, keys.lengths_S1 - 1)  # or padding would see nothing
+        last_SL = torch.minimum(before_S1 + queries.within_1L, keys.lengths_S1 - 1)  # a padding row needs a key
         seen = _up_to(last_SL, keys.num_columns, rule).unsqueeze(1)
     rows = queries.of(q_TAD), keys.of(k_UKD), keys.of(v_UKD)
     return queries.back(in_rows(*rows, rule=rule, seen_SLM=seen))
@@ -257,9 +257,9 @@ class Rows:
 
 
 def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_SLM: Tensor | None = None) -> Tensor:
-    """Attend causally in each row; on the CPU in float32, whose bf16 kernels take ten times as long.
+    """Attend causally in each row; on the CPU in float32, since bf16 kernels take ten times as long there.
 
-    The queries are the last tokens of their rows, unless `seen_SLM` gives the keys of each.
+    The queries are the last tokens of their rows, unless `seen_SLM` marks the keys that each query attends to.
 
     Shapes: [S, A, L, D], [S, K, M, D] x 2, [S, 1, L, M] bool -> [S, A, L, D].
     """
@@ -296,7 +296,7 @@ def _spelled_out(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tenso
 
 
 def _up_to(last_L: Tensor, num_keys: int, rule: Rule) -> Tensor:
-    """Return which keys a token attends to, given the last of them: [..., L] -> [..., L, M]."""
+    """Mark the keys that each token attends to, given the last one: [..., L] -> [..., L, M]."""
     keys_M = torch.arange(num_keys, device=last_L.device)
     seen_LM = keys_M <= last_L.unsqueeze(-1)
     return seen_LM if rule.window is None else seen_LM & (keys_M > last_L.unsqueeze(-1) - rule.window)

@@ -1,13 +1,13 @@
 """The token budget of a micro-batch: as many tokens as fit into free memory.
 
-Where too few tokens fit, activations are recomputed, and moved to host memory where that is not enough. Running out of
-memory halves the budget. Gradients of many micro-batches are summed in float32 if that leaves enough memory for the
-passes.
+If too few tokens fit, activations are recomputed; if that is not enough, they are also moved to host memory. Running
+out of memory halves the budget. Gradients of many micro-batches are summed in float32 if that leaves enough memory for
+the passes.
 
-The ranks of a pass decide together, by the one with the least memory. With context parallelism the budget counts
-the tokens of all slices, and the passes that measure it are cut as well.
+The ranks that share a pass decide together; the one with the least memory sets the budget. With context parallelism the
+budget counts the tokens of all slices, and the passes that measure it are sliced as well.
 
-Not covered: the memory of a pass (`pass_cost.py`), packing (`packing.py`), retrying what did not fit
+Not covered: the memory of a pass (`pass_cost.py`), packing (`packing.py`), retrying a pass that did not fit
 (`bridge/run/learner.py`).
 """
 
@@ -34,31 +34,31 @@ from bridge.ranks.world import Ranks
 logger = logging.getLogger(__name__)
 
 LONG_TOKENS = 4_096
-"""Tokens of a sequence from which computing its attention again would take longer than keeping its output is worth."""
+"""From this many tokens on, a sequence's attention output is worth keeping: recomputing attention would take long."""
 WORDS = {
     ATTENTION: "activations are recomputed, but for attention",
     INPUTS: "activations are recomputed",
     HOST_ATTENTION: "activations are recomputed, but for attention, and what is kept is in host memory",
     HOST_INPUTS: "activations are recomputed, and what is kept is in host memory",
 }
-"""Names of the activations that layers keep, as reports show them."""
+"""How log lines describe the activations that layers keep."""
 WAYS = (ALL, *WORDS)
 """Every choice of kept activations, from most to least device memory."""
 MASKED_TOKENS = 8_192
-"""Most tokens where attention is not Bridge's: its mask grows quadratically."""
+"""Most tokens in a micro-batch if the attention is not Bridge's: its mask grows quadratically."""
 ENOUGH_TOKENS = 2_048
-"""Fewer would leave a GPU idle: recomputing activations is faster then."""
+"""A micro-batch of fewer tokens leaves a GPU partly idle; recomputing activations to fit more is faster."""
 SHARE = 0.85
-"""Share of the free memory that passes may take; the rest is for fragments and for what does not grow with tokens."""
+"""Share of the free memory that passes may take; the rest covers fragmentation and allocations of fixed size."""
 BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 256 of it"
 """The cost of summing gradients in bf16: each addition is off by up to 1/256 of its result. Errors add up like noise
 if gradients are noisy; if all gradients are equal, all errors have the same sign."""
 WORTH_IT = 0.9
-"""Share of a budget's tokens that is enough beside float32 gradients: an adapter's gradients take next to nothing."""
+"""Float32 gradients are used if they leave room for this share of the budget: an adapter's take next to nothing."""
 
 
 class Budget:
-    """Chooses the tokens of a run's micro-batches: starts with what fits, and only shrinks."""
+    """Chooses the size of a run's micro-batches in tokens: it starts with what fits, and only shrinks."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class Budget:
         share_prompts: bool = False,
         neighbors: int = 1,
     ) -> None:
-        """Take what sizes a pass; `num_groups` are those of a batch.
+        """Store what determines the size of a pass; `num_groups` is the number of groups in a batch.
 
-        `parts` are the ranks that decide together, and `neighbors` those that share this host's memory, with this one.
+        `parts` are the ranks that decide together. `neighbors` is the number of ranks on this host, this one included.
         """
         self._prepared = prepared
         self._model = prepared.model
@@ -88,33 +88,33 @@ class Budget:
         self._num_slices = 1 if prepared.slices is None else prepared.slices.size
         self._neighbors = neighbors
         self.share_prompts = share_prompts
-        """Whether a micro-batch holds each prompt once."""
+        """Whether a micro-batch holds each distinct prompt only once."""
         self._on_gpu = self._model.device.type == "cuda"
         self._share = SHARE if self._on_gpu else HOST_SHARE
         self._tokens = compute.micro_batch_tokens
         if compute.activation_offload and (not self._on_gpu or compute.gradient_checkpointing is False):
             raise UsageError(
                 "--activation-offload works only on a GPU, and with recomputed activations",
-                hint="leave it out, or --no-gradient-checkpointing",
+                hint="leave out --activation-offload, or --no-gradient-checkpointing if you set it",
             )
         self.sums_in_float32: bool | None = None
-        """Whether gradients of many micro-batches are summed in float32; None: no update has had more than a few."""
+        """Whether gradients of many micro-batches are summed in float32; None: no update had more than a few so far."""
         self._host_bytes = 0
-        """This rank's share of the host memory that was free when the first batch came."""
+        """This rank's share of the host memory that was free when the first batch arrived."""
         self._is_placed = False
-        """Whether it is decided what layers keep; running out of memory may change it."""
+        """Whether the activations that layers keep have been chosen; running out of memory may change the choice."""
         self._longest = 0
-        """Tokens of the longest of the samples that were asked about last."""
+        """Tokens of the longest sample in the last request."""
         self._total = 0
-        """Tokens of all of those samples in a single micro-batch."""
+        """Tokens of all samples in the last request, packed into a single micro-batch."""
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
-        """Whether this batch needs more memory, without which activations are recomputed or passes are small."""
+        """Whether memory is too short for this batch without recomputing activations or making passes small."""
         self._consider(samples)
         return self._on_gpu and self._fitting(self._free()) < self._wanted
 
     def packs(self, samples: Sequence[Sample], measured: Sequence[Sample]) -> list[MicroBatch]:
-        """Pack samples into micro-batches within the budget for those that are `measured`; prove the first images."""
+        """Pack samples into micro-batches within the budget for the `measured` ones; check the first images."""
         if not samples:
             return []
         self._prepared.prove_images(samples)
@@ -124,7 +124,7 @@ class Budget:
     def max_tokens(self, samples: Sequence[Sample]) -> int:
         """Return the budget for these samples.
 
-        The first call measures it. The optimizer's state has to be allocated by then, and no gradient.
+        The first call measures it. By then the optimizer state must be allocated, and gradients must not be.
         """
         self._consider(samples)
         if not self._is_placed and self._on_gpu:
@@ -139,12 +139,12 @@ class Budget:
         return self._tokens
 
     def decide_on_sums(self) -> None:
-        """Decide whether gradients are summed in float32, for an update of several calls, each of a few passes."""
+        """Decide whether gradients are summed in float32, for an update of several calls with a few passes each."""
         assert self._tokens is not None, "no budget was requested yet"
         self.sums_in_float32 = self._widen(self._tokens)
 
     def shrink(self, error: torch.OutOfMemoryError) -> None:
-        """Take less memory from now on; the caller retries from the first micro-batch on.
+        """Use less memory from now on; the caller retries from the first micro-batch.
 
         UsageError: a single sequence does not fit, even with recomputed activations.
         """
@@ -172,7 +172,7 @@ class Budget:
             ) from error
 
     def too_few_for_one_pass(self, samples: Sequence[Sample], num_passes: int, *, num_updates: int) -> UsageError:
-        """Return the refusal of an update that has to be a single pass, and needs several within this budget."""
+        """Return the error for an update that must be a single pass but needs several within this budget."""
         cuts = [cut for cut in range(num_passes * num_updates, self._num_groups + 1) if self._num_groups % cut == 0]
         return UsageError(
             f"--gradient-release updates each parameter within one backward pass, but the {len(samples)}"
@@ -188,12 +188,12 @@ class Budget:
 
     @property
     def _wanted(self) -> int:
-        """How many tokens have to fit at once to keep a GPU busy."""
+        """How many tokens must fit in one pass to keep a GPU busy."""
         return max(self._least, min(self._tokens or self._num_slices * ENOUGH_TOKENS, self._total))
 
     @property
     def _least(self) -> int:
-        """How many tokens have to fit at once: those of the longest sample, or of an update in a single pass."""
+        """How many tokens must fit in one pass: those of the longest sample, or of an update in a single pass."""
         return self._total if self._optimizer.steps_in_backward else self._longest
 
     @property
@@ -203,7 +203,7 @@ class Budget:
         return sys.maxsize if self._optimizer.steps_in_backward else self._num_slices * MOST_TOKENS
 
     def _ways(self) -> list[Kept]:
-        """Return what layers may keep in passes over the longest sample, from most to least memory on the device."""
+        """Return what layers may keep in passes over the longest sample, from most to least device memory."""
         recomputes = self._compute.gradient_checkpointing
         offloads = self._compute.activation_offload
         if not offloads and (recomputes is False or not self._model.supports_gradient_checkpointing):
@@ -219,13 +219,13 @@ class Budget:
         return [*on_device, INPUTS] if is_long else on_device
 
     def _less(self) -> list[Kept]:
-        """Return the ways that take less memory than the present one; to the host only where nothing else is left."""
+        """Return the ways that take less memory than the current one; those that use the host only as a last resort."""
         ways = [way for way in self._ways() if WAYS.index(way) > WAYS.index(self._prepared.kept)]
         assert self._tokens is not None, "no budget was requested yet"
         return [way for way in ways if not way.on_host or self._longest >= self._tokens]
 
     def _kept_bytes(self) -> int:
-        """Return the bytes that all layers' inputs and attention's outputs take, of the smallest possible pass."""
+        """Return the bytes of all layers' inputs and attention outputs in the smallest possible pass."""
         config = self._model.config.get_text_config()
         width = getattr(config, "num_attention_heads", 1) * kernels.head_size(config)
         num_layers = len(layers.decoder_layers(self._model))
@@ -255,9 +255,9 @@ class Budget:
         return tokens
 
     def _widen(self, tokens: int) -> bool:
-        """Whether gradients are summed in float32: they are if that leaves enough memory for the passes."""
+        """Decide whether gradients are summed in float32: yes if that leaves enough memory for the passes."""
         more = _widening_bytes(self._model)
-        if not more or self._optimizer.gradient_release:  # which sums in host memory, or has a single pass
+        if not more or self._optimizer.gradient_release:  # sums in host memory, or needs only one pass
             return False
         chosen = self._compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)
@@ -270,7 +270,7 @@ class Budget:
         return fits
 
     def _free(self) -> float:
-        """Return the bytes that a pass may take, with all gradients allocated, or the largest if they are released."""
+        """Return the bytes that a pass may take beside all gradients, or beside the largest if they are released."""
         sizes = [p.nbytes for p in self._model.parameters() if p.requires_grad and p.grad is None]
         pending: int = sum(sizes)
         if self._optimizer.gradient_release:
@@ -281,7 +281,7 @@ class Budget:
         try:
             cost = measure_cost(self._prepared, self._temperature)
         except torch.OutOfMemoryError as error:
-            if self._parts.world_size > 1:  # the others wait for this one in a pass, which cannot be retried
+            if self._parts.world_size > 1:  # the other ranks wait for this one inside the pass, which cannot be retried
                 raise
             let_go(error, self._model.device)
             return 0

@@ -1,14 +1,14 @@
-"""Tensor-parallel layers: this rank holds some rows, columns or words of each, and outputs are summed over the ranks.
+"""Tensor-parallel layers: each rank holds some rows, columns or vocabulary entries, and outputs are summed over ranks.
 
-A *column layer* has some rows of its weight, and makes some of its outputs. A *row layer* has some columns, and makes a
-share of every output. Between them lies a *block*: each part gets the whole input, computes with its own heads, neurons
-or experts' neurons, and the shares of the output are added up. Going back, the shares of the input's gradient are added
-up at the block's entrance, and the output's gradient is whole on every part already.
+A *column layer* holds some rows of its weight, and computes some of the outputs. A *row layer* holds some columns, and
+computes a partial sum of every output. A *block* spans both: every rank gets the full input, computes with its own
+heads, neurons or experts' neurons, and the partial outputs are summed. In the backward pass, the partial gradients of
+the input are summed at the block's entry; every rank already has the full gradient of the output.
 
-The sums are functional collectives in module hooks: layers are copied, compiled and recomputed like others.
-A group is known by its name, which a copy of a module can hold.
+The sums are functional collectives in module hooks, so that layers can still be copied, compiled and recomputed.
+A process group is stored by its name, since a copy of a module can hold a name.
 
-Not covered: which layer is cut how, and where blocks begin (`parallel.py`); the head (`logprobs.py`).
+Not covered: how each layer is cut, and where blocks begin (`parallel.py`); the head (`logprobs.py`).
 """
 
 import copy
@@ -32,49 +32,49 @@ OWN_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The words of the vocabulary that this part holds."""
+    """The vocabulary entries (words) that this part holds."""
 
     start: int
-    """The first of them."""
+    """Index of the first word."""
     group: str
-    """The parts."""
+    """Name of the parts' process group."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a column layer that this part makes."""
+    """The outputs of a column layer that this part computes."""
 
     start: int
-    """The first of them."""
+    """Index of the first output."""
     num_all: int
-    """Heads of the whole layer."""
+    """Number of outputs of the full layer."""
     is_first: bool
-    """Whether no part before this one makes the same."""
+    """Whether this is the first part that computes these outputs."""
     group: str
-    """The parts."""
+    """Name of the parts' process group."""
 
 
 def reduced(tensor: Tensor, operation: Literal["sum", "max"], group: str) -> Tensor:
-    """Return the sum or the maximum over the parts, element by element."""
+    """Return the elementwise sum or maximum over all parts."""
     done: Tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), operation, group))  # type: ignore[arg-type]
     return done
 
 
 def enter(block: nn.Module, group: str, *, adds_up: bool) -> None:
-    """Have the gradients of the block's inputs added up, and its output too with `adds_up`."""
+    """Sum the gradients of the block's inputs over all parts; with `adds_up`, also its output."""
     block.register_forward_pre_hook(partial(_on_entrance, group), with_kwargs=True)
     if adds_up:
         block.register_forward_hook(partial(_on_exit, group))
 
 
 def make_row(layer: nn.Linear, group: str) -> None:
-    """Make it a row layer; its parameters stay where they are."""
+    """Turn a linear layer into a row layer; its parameters stay in place."""
     layer.__class__ = RowLinear
     layer.register_forward_hook(partial(_on_exit, group))
 
 
 def make_vocabulary(embedding: nn.Embedding, words: VocabularyPart) -> None:
-    """Have words of other parts looked up there; the embedding's parameter stays where it is."""
+    """Let each part look up its own words, and sum the results; the embedding's parameter stays in place."""
     embedding.words = words  # type: ignore[assignment]
     if embedding.padding_idx is not None:
         own = embedding.padding_idx - words.start
@@ -83,13 +83,13 @@ def make_vocabulary(embedding: nn.Embedding, words: VocabularyPart) -> None:
 
 
 def make_gathering(norm: nn.Module, outputs: Outputs) -> None:
-    """Have a norm over all outputs of a column layer see those of all parts; its parameters stay where they are."""
+    """Compute a norm over the column layer's outputs of all parts; the norm's parameters stay in place."""
     norm.outputs = outputs  # type: ignore[assignment]
     norm.forward = MethodType(_over_all_parts, norm)
 
 
 def count_own_heads(block: nn.Module, num_parts: int) -> None:
-    """Let the code of a block that counts heads find the numbers of this part."""
+    """Make a block's code read this part's numbers of heads where it reads the model's."""
     if is_stateful(block):
         for name in OWN_SIZES:
             if isinstance(size := getattr(block, name, None), int):
@@ -110,8 +110,8 @@ def count_own_heads(block: nn.Module, num_parts: int) -> None:
 class OwnHeads:
     """A view of a model's configuration with this part's numbers of heads.
 
-    Everything else is read from the model's configuration, also later: its attention is chosen after this view is made.
-    The view in a copy of the model reads the copy's configuration.
+    Everything else is read from the model's configuration at the time of the access, since the attention is chosen
+    after this view is created. In a copy of the model, the view reads the copy's configuration.
     """
 
     def __init__(self, config: Any, own: Mapping[str, int]) -> None:
@@ -125,7 +125,7 @@ class OwnHeads:
 
 
 class RowLinear(nn.Linear):
-    """A row layer: its share of the output, without the bias, which is added once, after the sum."""
+    """A row layer: it returns a partial output without the bias, which is added once, after the sum."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return nn.functional.linear(rows, self.weight)
@@ -148,7 +148,7 @@ def _on_exit(group: str, module: nn.Module, _: tuple[Any, ...], share: Tensor) -
 
 
 class _CopyToParts(torch.autograd.Function):
-    """The identity forward, a sum over the parts backward."""
+    """Forward: the identity. Backward: a sum over the parts."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: str) -> Tensor:
@@ -161,7 +161,7 @@ class _CopyToParts(torch.autograd.Function):
 
 
 class _SumOverParts(torch.autograd.Function):
-    """A sum over the parts forward, the identity backward."""
+    """Forward: a sum over the parts. Backward: the identity."""
 
     @staticmethod
     def forward(_: Any, share: Tensor, group: str) -> Tensor:
@@ -173,7 +173,7 @@ class _SumOverParts(torch.autograd.Function):
 
 
 def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
-    """Look up this part's words; those of other parts are zeros here."""
+    """Look up this part's words, with zeros for all others, and sum over the parts."""
     words = embedding.words
     assert isinstance(words, VocabularyPart)
     own = ids - words.start
@@ -185,14 +185,14 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
-    """Compute the norm of all parts' outputs, and return this part's; each output is taken from its first part.
+    """Normalize the outputs of all parts, and return this part's; each output is taken from the first part that has it.
 
-    Each part knows only its share of the gradient, so shares are added up in the backward pass, too.
+    Each part has only a partial gradient, so gradients are summed in the backward pass, too.
     """
     outputs = norm.outputs
     num_own = own.shape[-1]
     assert isinstance(outputs, Outputs)
-    if num_own == outputs.num_all:  # it stands elsewhere, where nothing is cut
+    if num_own == outputs.num_all:  # a norm outside of cut layers
         return type(norm).forward(norm, own)  # type: ignore[no-any-return]
     filled = nn.functional.pad(
         own * float(outputs.is_first), (outputs.start, outputs.num_all - outputs.start - num_own)

@@ -1,9 +1,9 @@
-"""Floating-point operations that a model's forward and backward passes need, and the most that a device can do.
+"""Floating-point operations that a model's forward and backward passes need, and a device's peak rate.
 
-Counted are matrix products, states and attention, exactly for the spans of a pass: each query with the keys that it may
-attend to, of shared prompts once, and of experts those that a token is routed to. An update counts one forward and one
-backward pass. Recomputed activations, log-probs from before the first update, and the reference are not counted: they
-are a choice of how to train.
+Matrix products, recurrent states and attention are counted exactly for the spans of a pass: each query with the keys
+that it may attend to, each shared prompt once, and only the experts that a token is routed to. An update counts as one
+forward and one backward pass. Recomputed activations, log-probs from before the first update, and the reference are not
+counted: they depend on how one chooses to train.
 
 Source: the terms are those of PaLM (arXiv 2204.02311, appendix B). PaLM counts attention without its causal mask,
 which is twice as many operations for long sequences.
@@ -30,17 +30,17 @@ DENSE_BF16 = {
     "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40": 181e12,
     "L40S": 362e12,
 }  # fmt: skip
-"""Operations per second of dense bf16 matrix products, by what the driver calls the GPU. Source: NVIDIA's data sheets,
-which quote twice as many with sparsity."""
+"""Operations per second of dense bf16 matrix products, by the driver's name of the GPU. Source: NVIDIA's data sheets,
+which quote twice these numbers, for sparse products."""
 
 
 def peak_flops(device: torch.device) -> float:
-    """Return the operations per second that a device can do in bf16; NaN if that is not known, as of a CPU."""
+    """Return a device's peak bf16 operations per second; NaN if unknown, as for every CPU."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.nan
 
 
 def peak_of(name: str) -> float:
-    """Return it by the name of a GPU, such as `NVIDIA H100 80GB HBM3`."""
+    """Return the peak bf16 operations per second of the named GPU, such as `NVIDIA H100 80GB HBM3`; NaN if unknown."""
     words = name.replace("-", " ").split()
     known = [gpu for gpu in DENSE_BF16 if set(gpu.split()) <= set(words)]
     return DENSE_BF16[max(known, key=len)] if known else math.nan
@@ -48,18 +48,18 @@ def peak_of(name: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Operations of one rank's model."""
+    """Operation counts of one rank's model."""
 
     of_token: float
     """Operations per token in the layers' matrix products and recurrent states, forward and backward."""
     of_row: float
     """Operations in the head per token whose logits are computed."""
     of_pair: Mapping[int, float]
-    """Attention operations per query-key pair, by the layers' window; 0: no window."""
+    """Attention operations per query-key pair, keyed by the layers' window; 0: no window."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_parts: int = 1) -> Self:
-        """Count them; the model has one of `num_parts` of every head and every layer."""
+        """Count a model's operations; the model is one of `num_parts` tensor-parallel parts."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
         tables = (module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding))
@@ -86,7 +86,7 @@ class Flops:
 
 
 def num_pairs(span: Span, window: int) -> int:
-    """Return how many pairs of a query and a key a span attends to, causally; `window` 0: all keys before."""
+    """Return the number of query-key pairs in a span's causal attention; `window` 0: all preceding keys."""
     queries, keys = span
     first = keys - queries  # position of the first query
     growing = max(min(window or keys, keys) - first, 0)  # queries that see every key up to their own
@@ -95,19 +95,19 @@ def num_pairs(span: Span, window: int) -> int:
 
 
 def _passes(parameter: nn.Parameter) -> int:
-    """Return how often a product is computed: forward, for the gradient of its input, and for that of its weight."""
+    """Return how often a product is computed: forward, for its input's gradient and, if trained, for its weight's."""
     return 3 if parameter.requires_grad else 2
 
 
 def _active(parameter: nn.Parameter, config: Any) -> float:
-    """Return the share of a parameter that multiplies one token: of stacked experts, those that it is routed to."""
+    """Return the share of a parameter that one token uses: for stacked experts, the ones that it is routed to."""
     num_experts = next((value for key in EXPERTS if (value := getattr(config, key, None))), 0)
     is_stacked = parameter.ndim == 3 and parameter.shape[0] == num_experts
     return config.num_experts_per_tok / num_experts if is_stacked else 1.0
 
 
 def _pair(config: Any) -> int:
-    """Return the operations of a query and a key in all heads of a layer, forward: their product, and the value's."""
+    """Return one layer's forward operations per query-key pair, over all heads: for the score and for the value."""
     if hasattr(config, "qk_nope_head_dim"):  # latent attention
         return int(
             2 * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
@@ -116,13 +116,13 @@ def _pair(config: Any) -> int:
 
 
 def _state(config: Any) -> int:
-    """Return a token's operations in the states of all heads of a layer, forward: read, corrected, and read again."""
+    """Return one layer's forward operations per token in its heads' recurrent states: read, update, read again."""
     names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
     return int(6 * math.prod(getattr(config, name, 0) for name in names))
 
 
 def _pairs(model: PreTrainedModel, config: Any) -> Counter[int]:
-    """Return what a query and a key take in all layers, forward, by the window of their attention; 0: none."""
+    """Return the forward operations per query-key pair in all layers, keyed by the attention window; 0: no window."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers.decoder_layers(model))
     own = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)

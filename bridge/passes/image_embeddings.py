@@ -1,13 +1,14 @@
-"""Images in packed sequences: the server's own frozen tower computes their embeddings, in place and without gradients.
+"""Images in packed sequences: the model's frozen vision tower, on vLLM's weights, computes their embeddings.
 
-The decoder gets the embeddings in place of the images' tokens. In Qwen's families it also gets what its first layers
-add to them (DeepStack), and positions in time, rows and columns. Without an image nothing of this runs, and the tower
-takes no memory here. With one it takes less than the decoder after it: 0.2 MB for an image token (Qwen3-VL-2B and 8B),
-of which the decoder takes 0.2 to 7.7.
+The decoder gets these embeddings in place of the image tokens. In Qwen's families it also gets the features that its
+first layers add to them (DeepStack), and positions in time, rows and columns. Without images the tower does not run and
+takes no memory. With images it takes less memory than the decoder: 0.2 MB per image token (Qwen3-VL-2B and 8B), of
+which the decoder takes 0.2 to 7.7.
 
 Not covered: how images become tokens and tensors (`bridge/rollouts/encoded_prompts.py`).
 Source: positions are those of Qwen2-VL (arXiv 2409.12191, section 2.1), `get_rope_index` in transformers 5.19.
-Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, D those of distinct ones, H hidden size.
+Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, D image tokens of distinct images, H hidden
+size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,25 +26,25 @@ from bridge.errors import UnsupportedModelError
 from bridge.types import Images
 
 SIZES = "image_sizes"
-"""A processor's name for the height and width of each image in pixels."""
+"""A processor's key for the height and width of each image in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedImages:
-    """The images of a pack, in the order of its tokens."""
+    """The images of a pack, in token order."""
 
     indices_I: Tensor
-    """int64: the tokens of all images, as indices in T."""
+    """int64: indices of all image tokens in T."""
     positions_3T: Tensor
-    """int64: the positions of all tokens in time, in rows and in columns."""
+    """int64: the positions of all tokens in time, rows and columns."""
     distinct: Sequence[Images]
-    """The images of several sequences once; they become tensors when the tower takes them."""
+    """Each prompt's images, without repetitions; they become tensors when the tower needs them."""
     rows_I: Tensor
-    """int64: which of the tower's embeddings each token of `indices_I` gets."""
+    """int64: the row of the tower's output that each token of `indices_I` gets."""
 
 
 class Gathered:
-    """Gathers the images of a pack from its spans, in any order, on the host."""
+    """Collects the images of a pack from its spans, in any order, on the host."""
 
     def __init__(self) -> None:
         self._positions: dict[int, Any] = {}
@@ -52,13 +53,13 @@ class Gathered:
         """Images of each prompt, by the index of its first token."""
 
     def add(self, images: Images | None, indices: range, first: int) -> None:
-        """Add the tokens from `first` on of a sequence whose prompt has these images; they are at `indices`."""
+        """Add a sequence whose prompt has these images: its tokens from `first` on, which are at `indices` in T."""
         self._positions[indices.start] = positions(first + len(indices), images)[:, first:]
-        if images is not None and first == 0:  # else it is a completion behind a shared prompt
+        if images is not None and first == 0:  # otherwise it is a completion of a shared prompt
             self._images[indices.start] = images
 
     def packed(self, device: torch.device) -> PackedImages:
-        """Return them on a device."""
+        """Return the collected images, with all indices on `device`."""
         in_order = sorted(self._images.items(), key=lambda item: item[0])
         positions_3T = np.concatenate([self._positions[start] for start in sorted(self._positions)], axis=1)
         distinct = {images.digest: images for _, images in in_order}
@@ -82,7 +83,7 @@ def _indices(indices: list[int], device: torch.device) -> Tensor:
 
 
 def image_tokens(images: Images) -> list[int]:
-    """Return the indices of the tokens of a prompt's images."""
+    """Return the indices of the image tokens in a prompt."""
     ranges = [range(start, start + prod(grid)) for start, grid in zip(images.starts, images.grids, strict=True)]
     return [index for tokens in ranges for index in tokens]
 
@@ -90,8 +91,8 @@ def image_tokens(images: Images) -> list[int]:
 def positions(num_tokens: int, images: Images | None) -> Any:
     """Return the positions of a prompt's tokens in time, rows and columns: [3, P] int64.
 
-    Text counts up in all three alike. An image's tokens count from where the text before it ends, each along its own
-    axis; the text behind it begins after the largest of them.
+    For text, all three positions count up together. An image's tokens count along each axis, starting where the text
+    before it ends; the text after the image starts after its largest position.
     """
     result = np.empty((3, num_tokens), dtype=np.int64)
     end = 0
@@ -107,7 +108,7 @@ def positions(num_tokens: int, images: Images | None) -> Any:
 
 
 def tensors(several: Sequence[Images]) -> dict[str, Tensor]:
-    """Return what the tower takes for all images of several prompts, in host memory."""
+    """Return the tower's inputs for all images of several prompts, in host memory."""
     parts: dict[str, list[Tensor]] = {}
     for images in several:
         for array in images.arrays:
@@ -118,9 +119,9 @@ def tensors(several: Sequence[Images]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def features(model: PreTrainedModel, several: Sequence[Images]) -> list[Any]:
-    """Return what the tower makes of the images of several prompts, in their order: of all at once, if it can.
+    """Return the tower's outputs for the images of several prompts, in order; one call for all prompts if possible.
 
-    A tower that takes sizes in pixels, Pixtral's, gets one prompt at a time: its mask is of all patches by all, and
+    A tower that takes sizes in pixels (Pixtral's) gets one prompt at a time: its mask covers all pairs of patches, and
     prompts are padded to different sizes.
     """
     is_dense = any(array.name == SIZES for array in several[0].arrays)
@@ -133,10 +134,10 @@ def features(model: PreTrainedModel, several: Sequence[Images]) -> list[Any]:
 
 
 def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images: PackedImages) -> dict[str, Any]:
-    """Return what the decoder takes in place of tokens and positions.
+    """Return the decoder's inputs for a pack with images, by name: embeddings instead of tokens, and positions.
 
     Raises:
-        UnsupportedModelError: the tower makes another number of embeddings than the images have tokens.
+        UnsupportedModelError: the tower returns more or fewer embeddings than there are image tokens.
     """
     of_tower = features(model, images.distinct)
     embeds_TH = model.get_input_embeddings()(tokens_T)
@@ -144,8 +145,8 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
     num_tokens = sum(len(image_tokens(of_prompt)) for of_prompt in images.distinct)
     if len(of_distinct_DH) != num_tokens:
         raise UnsupportedModelError(
-            f"{type(model).__name__} makes {len(of_distinct_DH)} embeddings of {num_tokens} image tokens",
-            hint="use a model and a processor of one version, of a family in docs/families.md",
+            f"{type(model).__name__} returns {len(of_distinct_DH)} embeddings for {num_tokens} image tokens",
+            hint="use a model of a family in docs/families.md, with the processor that belongs to it",
         )
     of_images_IH = of_distinct_DH.index_select(0, images.rows_I)
     taken: dict[str, Any] = {
@@ -162,5 +163,5 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
 
 
 def _of_all(several: Iterable[Tensor | Sequence[Tensor]]) -> Tensor:
-    """Return the embeddings of all images, which transformers cuts by image or, before 5.18, leaves whole."""
+    """Return all images' embeddings as one tensor; transformers splits them by image, before 5.18 only sometimes."""
     return torch.cat([one for embeds in several for one in ([embeds] if isinstance(embeds, Tensor) else embeds)])

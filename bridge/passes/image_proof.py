@@ -1,8 +1,8 @@
-"""Prove, on the first samples with images, that the decoder gets what transformers' own model gives it.
+"""Check, on the first samples with images, that the decoder gets the same inputs as in transformers' own model.
 
-transformers places the embeddings and computes the positions of each sequence alone, up to the call of the decoder. A
-family that does it in another way than `image_embeddings.py`, or gives its decoder something else, is refused before
-any update.
+For the comparison, transformers' model runs on each sequence by itself, up to the call of its decoder: it places the
+embeddings and computes the positions. A family that does so differently from `image_embeddings.py`, or passes other
+inputs to its decoder, is refused before any update.
 
 Not covered: the packed decoder itself (`preparation.py`).
 Shape suffixes: T tokens, I image tokens, H hidden size.
@@ -24,23 +24,23 @@ from bridge.types import Images
 NUM_PROMPTS = 2
 """How many prompts are compared, packed together."""
 TOLERANCE = 1 / 16
-"""Largest relative difference of embeddings, which rounding explains: the tower may get all images of a pack at once.
+"""Largest relative difference of embeddings that counts as rounding: the tower may get all images of a pack together.
 
-Tiny models came to 0 on a CPU, and those of images in another order to 0.9 and more."""
+Tiny models differed by 0 on a CPU, and by 0.9 or more with their images in the wrong order."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
-"""Errors of a model whose image inputs have another signature."""
+"""Errors raised by a model whose image inputs have an unsupported signature."""
 
 
 class _Called(Exception):  # noqa: N818  not an error
-    """The decoder was called, with these names and values."""
+    """Raised when the decoder is called; it carries the keyword arguments of that call."""
 
 
 @torch.no_grad()
 def prove(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
-    """Compare the shortest prompts of these samples, all of which have images, packed, with each alone.
+    """Compare the shortest prompts of these samples, packed together, with each prompt by itself; all have images.
 
     Raises:
-        UnsupportedModelError: the model does something else with images.
+        UnsupportedModelError: the model treats images differently from Bridge.
     """
     by_prompt = {sample.prompt: sample for sample in samples}
     shortest = sorted(by_prompt.values(), key=lambda sample: len(sample.prompt_token_ids))[:NUM_PROMPTS]
@@ -48,13 +48,13 @@ def prove(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
     (batch,) = packs(tried, max_tokens=sum(sample.num_tokens for sample in tried), device=model.device)
     if fault := _fault(model, batch, [tried[number] for number in batch.weights_N.int().tolist()]):
         raise UnsupportedModelError(
-            f"{type(model).__name__} treats images in another way than Bridge: {fault}",
-            hint="use a model whose images are proved (docs/families.md), or report this one",
+            f"{type(model).__name__} treats images differently from Bridge: {fault}",
+            hint="use a model with tested images (docs/families.md), or report this one",
         )
 
 
 def _prompt_of(sample: Sample, number: int) -> Sample:
-    """Return the sample's prompt alone, as one with a single token behind it and `number` as its weight."""
+    """Return a sample of only this sample's prompt: its last token becomes the completion, `number` the weight."""
     *prompt, last = sample.prompt_token_ids
     return Sample(
         prompt_token_ids=tuple(prompt), token_ids=(last,), images=sample.images, sampled_logprobs=(0.0,),
@@ -63,7 +63,7 @@ def _prompt_of(sample: Sample, number: int) -> Sample:
 
 
 def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]) -> str:
-    """Return what differs between the decoder's inputs; empty: nothing does."""
+    """Describe how the decoder's inputs differ; empty: they are the same."""
     assert batch.images is not None
     try:
         ours = image_embeddings.inputs(model, batch.tokens_T, batch.positions_T, batch.images)
@@ -78,10 +78,10 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
         return with_class(error)
     theirs = {name for given in alone for name, value in given.items() if isinstance(value, Tensor | list | tuple)}
     if theirs | {"position_ids"} != ours.keys():
-        return f"its decoder takes {', '.join(sorted(theirs))}, expected {', '.join(sorted(ours))}"
+        return f"its decoder gets {', '.join(sorted(theirs))}, expected {', '.join(sorted(ours))}"
     positions = torch.cat([*map(_positions, alone)], dim=1)
     if not torch.equal(positions, _positions(ours)):
-        return "tokens have other positions"
+        return "the positions of tokens differ"
     deep = [torch.cat(of_layer) for of_layer in zip(*(given.get(DEEP, ()) for given in alone), strict=True)]
     pairs = [(torch.cat([given["inputs_embeds"][0] for given in alone]), ours["inputs_embeds"][0])]
     pairs += zip(deep, ours.get(DEEP, ()), strict=True)
@@ -90,7 +90,7 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
 
 
 def _positions(given: Mapping[str, Any]) -> Tensor:
-    """Return the positions that a decoder is given, by axis; one that is given none counts."""
+    """Return the positions that a decoder gets, by axis; a decoder that gets none counts its tokens."""
     positions: Tensor | None = given.get("position_ids")
     if positions is None:
         return torch.arange(given["inputs_embeds"].shape[1], device=given["inputs_embeds"].device).unsqueeze(0)
@@ -104,7 +104,7 @@ KINDS = "mm_token_type_ids"
 
 
 def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Images) -> Mapping[str, Any]:
-    """Return what transformers' own model calls its decoder with, for one sequence: names and values."""
+    """Return the keyword arguments with which transformers' own model calls its decoder for one sequence."""
     tokens_1T = torch.tensor([ids], device=model.device)
     kinds_1T = torch.zeros_like(tokens_1T)
     kinds_1T[0, image_embeddings.image_tokens(of_prompt)] = 1
@@ -119,7 +119,7 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
         return given
     finally:
         handle.remove()
-    raise AttributeError("it does not call its decoder")
+    raise AttributeError("the model does not call its decoder")
 
 
 def _stop(_: nn.Module, __: tuple[Any, ...], given: Mapping[str, Any]) -> None:

@@ -1,14 +1,14 @@
-"""The kernels of attention on a GPU: which are there, whether each computes the right thing, and which a model uses.
+"""Attention kernels on a GPU: which ones exist, whether they compute correctly here, and which one a model uses.
 
-    flash    torch's kernel for variable lengths, FlashAttention 2: any micro-batch
-    cudnn    cuDNN's, for a micro-batch that is one long sequence without a window, and `flash` for any other
+    flash    torch's variable-length kernel, FlashAttention 2, for any micro-batch
+    cudnn    cuDNN's kernel for a micro-batch that is one long sequence without a window, and `flash` for all others
 
-cuDNN's holds for the sizes of heads with which it was chosen, once it has computed a small example here, forward and
-backward, as float32 does.
+cuDNN's kernel is chosen per head size, once its results on a small example, forward and backward, match float32 on this
+GPU.
 
-Not covered: attention without a kernel, and when one fits a layer (`attention.py`).
-Shape suffixes: S spans, T tokens of all of them, U tokens that each span attends to (span after span), A attention
-heads, K key-value heads, D size of a head, X either number of heads.
+Not covered: attention without a kernel, and when a kernel applies to a layer (`attention.py`).
+Shape suffixes: S spans, T tokens of all spans, U keys of all spans (span after span), A attention heads, K key-value
+heads, D head size, X either number of heads.
 """
 
 import inspect
@@ -25,34 +25,34 @@ from transformers import PretrainedConfig, PreTrainedModel
 from bridge.errors import UsageError, with_class
 
 GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Not in torch 2.11."""
+"""Whether torch's kernel has `enable_gqa`; torch 2.11 does not."""
 LONG_TOKENS = 8_192
-"""Tokens of a sequence from which cuDNN's kernel is used; for a shorter one it gains little."""
+"""cuDNN's kernel is used from this sequence length on; for shorter sequences it gains little."""
 LENGTH_STEP = 512
-"""A sequence is padded to a multiple of this: cuDNN plans each length once, and sequences have thousands of lengths."""
+"""Sequences are padded to a multiple of this: cuDNN plans once per length, and there are thousands of lengths."""
 CUDNN_HEAD_SIZE = 128
-"""Largest head that cuDNN differentiates on every GPU."""
+"""Largest head size for which cuDNN computes gradients on every GPU."""
 FLASH = "FlashAttention 2"
 EXAMPLE_TOKENS = 640
 EXAMPLE_ERROR = 0.02
-"""Largest relative error of the example's output and gradients: bf16 explains 0.004 to 0.01."""
+"""Largest relative error allowed in the example's output and gradients; bf16 rounding explains 0.004 to 0.01."""
 
 
 class _Choice:
-    """The kernels of this process; all its models share them, for example a frozen reference."""
+    """The kernels chosen in this process; all its models share them, a frozen reference included."""
 
     head_sizes = frozenset[int]()
-    """Sizes of heads with which a long sequence goes to cuDNN."""
+    """Head sizes for which long sequences use cuDNN."""
 
 
 def choose(model: PreTrainedModel, wanted: str) -> str:
-    """Choose the kernels for `model` and return what was chosen; `wanted` is a name from above, or `auto`.
+    """Choose the kernels for `model` and return a log line about the choice; `wanted` is `flash`, `cudnn` or `auto`.
 
-    UsageError: the wanted one cannot be used, or is wrong on this GPU.
+    UsageError: the wanted kernel cannot be used, or computes wrong results on this GPU.
     """
     if model.device.type != "cuda":
         if wanted != "auto":
-            raise _unusable(wanted, "it runs only on a GPU")
+            raise _unusable(wanted, "the model is on the CPU, and this kernel runs only on a GPU")
         return "attention: by blocks of rows"
     size = head_size(model.config.get_text_config())
     _Choice.head_sizes -= {size}
@@ -61,13 +61,13 @@ def choose(model: PreTrainedModel, wanted: str) -> str:
     if reason := _against_cudnn(model, size):
         if wanted != "auto":
             raise _unusable(wanted, reason)
-        return f"attention: {FLASH}; cudnn is left out: {reason}"
+        return f"attention: {FLASH}; cudnn is not used: {reason}"
     _Choice.head_sizes |= {size}
-    return f"attention: cuDNN for a sequence of at least {LONG_TOKENS:,} tokens, else {FLASH}"
+    return f"attention: cuDNN for single sequences of at least {LONG_TOKENS:,} tokens, otherwise {FLASH}"
 
 
 def is_long(num_tokens: int, head_size: int) -> bool:
-    """Return whether cuDNN computes a single sequence of this length."""
+    """Return whether cuDNN's kernel is used for a single sequence of this length."""
     return num_tokens >= LONG_TOKENS and head_size in _Choice.head_sizes
 
 
@@ -81,9 +81,9 @@ def by_varlen(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attend causally within each span, whose queries are the last of its keys.
+    """Attend causally within each span; a span's queries are its last tokens.
 
-    `starts` are where each span's queries and keys begin, and `longest` the most of one span.
+    `starts` are the offsets of each span's queries and keys, and `longest` the most queries and keys of one span.
 
     Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
     """
@@ -105,7 +105,7 @@ def by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float | None
     Shapes: [1, A, T, D], [1, K, T, D] x 2 -> [1, A, T, D].
     """
     num_tokens = q_1ATD.shape[2]
-    more = -num_tokens % LENGTH_STEP  # at the end, where no token attends to it
+    more = -num_tokens % LENGTH_STEP  # padding at the end, which no token attends to
     q, k, v = (pad(x_1XTD, (0, 0, 0, more)) for x_1XTD in (q_1ATD, k_1KTD, v_1KTD))
     has_groups = q_1ATD.shape[1] != k_1KTD.shape[1]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -114,7 +114,7 @@ def by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float | None
 
 
 def _against_cudnn(model: PreTrainedModel, size: int) -> str:
-    """Return why its kernel cannot be used for heads of `size` elements; empty if it can."""
+    """Return why cuDNN's kernel cannot be used for this head size; empty if it can."""
     if size > CUDNN_HEAD_SIZE:
         return f"a head has {size} elements, expected at most {CUDNN_HEAD_SIZE}"
     try:
@@ -125,7 +125,7 @@ def _against_cudnn(model: PreTrainedModel, size: int) -> str:
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Return the size of an attention head of a language model's configuration, of the largest if layers differ."""
+    """Return the attention head size in a language model's configuration, or the largest one if layers differ."""
     if getattr(config, "is_heterogeneous", False):
         return max(map(head_size, config.per_layer_config))
     size: int = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
@@ -133,7 +133,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def _error(model: PreTrainedModel) -> float:
-    """Return the largest relative error of the output and the gradients of one example, shaped like the model's."""
+    """Return the largest relative error of cuDNN's output and gradients on an example with the model's head shapes."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)

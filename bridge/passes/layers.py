@@ -1,8 +1,8 @@
 """How a model's layers run: recomputed in the backward pass, compiled, with Liger kernels, or multiplied in float32.
 
-None of it moves or replaces a parameter: they are vLLM's memory.
+Nothing here moves or replaces a parameter, since parameters are vLLM's memory.
 
-Not covered: attention (`attention.py`), whether the result is still correct (`preparation.py`).
+Not covered: attention (`attention.py`), and checking that the result is still correct (`preparation.py`).
 """
 
 import importlib
@@ -33,23 +33,23 @@ OPERATORS = frozenset({
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 })  # fmt: skip
-"""The operators of attention, under the names that torch's own examples of selective checkpointing give them."""
+"""The attention operators, as in torch's examples of selective checkpointing."""
 COMPILER: str | Callable[..., Callable[..., Any]] = "inductor"
 """Backend of torch.compile."""
 COMPILED_FORMS = 64
-"""Compiled forms of one layer's code that torch keeps: kinds of layers, with and without gradients, recomputed or not.
-With its own limit, 8, layers would silently run uncompiled."""
+"""How many compiled forms of a layer's code torch keeps: one per kind of layer, with and without gradients, recomputed
+or not. With torch's default limit of 8, some layers would silently run uncompiled."""
 
 
 class Kept(NamedTuple):
     """Activations that layers keep for the backward pass; they recompute the rest."""
 
     all: bool = False
-    """Everything: nothing is computed again."""
+    """Keep everything; nothing is recomputed."""
     attention: bool = False
-    """Keep the attention output, too, not only the layer's input."""
+    """Keep the attention output in addition to the layer's input."""
     on_host: bool = False
-    """Keep them in host memory."""
+    """Keep these activations in host memory."""
 
 
 ALL = Kept(all=True)
@@ -64,16 +64,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def first_trained(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the trained parameters of the first layer that has any: their gradients need the whole backward pass."""
+    """Return the trained parameters of the first layer that has any: their gradients need the full backward pass."""
     candidates = ([p for p in part.parameters() if p.requires_grad] for part in (*decoder_layers(model), model))
     return next((trained for trained in candidates if trained), [])
 
 
 def call_again(model: PreTrainedModel, *, keeps_attention: bool = False) -> None:
-    """Keep only each layer's input, or attention's output, too, for the backward pass, and call the layer again there.
+    """Have each layer keep only its input, and optionally attention's output, and run again in the backward pass.
 
-    The layers check whether they are in training mode before they do so. Only they are switched to it, so that dropout
-    stays what it was: an adapter's on, and the model's off.
+    transformers' layers recompute only in training mode. Only these modules are switched to it, so that dropout stays
+    unchanged: on in an adapter, off in the model.
     """
     if not model.supports_gradient_checkpointing:
         raise UnsupportedModelError(
@@ -86,24 +86,25 @@ def call_again(model: PreTrainedModel, *, keeps_attention: bool = False) -> None
         if hasattr(module, "gradient_checkpointing"):
             module.training = True
             for name, value in vars(module).items():
-                if name.endswith("dropout") and isinstance(value, float):  # StarCoder2's layers call the function
+                if name.endswith("dropout") and isinstance(value, float):  # StarCoder2 calls the function
                     setattr(module, name, 0.0)
 
 
 def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_attention: bool = False) -> None:
     """Have every layer compiled at its first call, for any number of tokens; layers of one kind share the code.
 
-    Layers and not the model: there is less to compile, by the number of layers, and it defines what is recomputed.
-    With `recomputed`, the code keeps only its inputs for the backward pass, and computes again what gradients need: not
-    a layer's last product, which a layer that is called again computes for nothing. With `keeps_attention`, too, it
-    keeps attention's output beside its inputs.
+    Compiling layers instead of the model leaves less to compile, and sets the unit that is recomputed.
+    With `recomputed`, the compiled code keeps only its inputs for the backward pass and recomputes only what gradients
+    need; a layer that is called again would also recompute its last product, in vain. With `keeps_attention` as well,
+    it keeps attention's output in addition to its inputs.
 
-    A module's numbers, such as an epsilon or the scale of attention, are constants where layers share them: `dynamic`
-    alone would make them inputs, and torch traces a layer again once an operator needs the number itself. Where every
-    layer has other numbers, as in DiffLlama, each would be compiled separately, and exceed torch's limit.
+    A module's numbers, such as an epsilon or the attention scale, are constants if layers share them. With only
+    `dynamic=True` they would become inputs, and torch would trace a layer again when an operator needs the number
+    itself. If every layer has different numbers, as in DiffLlama, they stay inputs: as constants, each layer would be
+    compiled separately and exceed torch's limit.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
-    if keeps_attention:  # torch warns about operators in place whether a layer has any or not
+    if keeps_attention:  # torch warns about in-place operators even if a layer has none
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     backend = _keeping_inputs if recomputed and not keeps_attention else COMPILER
     is_shared = 2 * _num_kinds(model) <= len(decoder_layers(model))
@@ -114,7 +115,7 @@ def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_at
 
 
 def _num_kinds(model: PreTrainedModel) -> int:
-    """Return how many different sets of numbers the modules of a layer have."""
+    """Return how many distinct sets of module constants the layers have."""
     return len(
         {
             tuple(
@@ -129,10 +130,10 @@ def _num_kinds(model: PreTrainedModel) -> int:
 
 
 def let_inputs_need_gradients(model: PreTrainedModel) -> RemovableHandle:
-    """Let the first layer's input need a gradient while gradients are computed, as those of all other layers do.
+    """Make the first layer's input require a gradient while gradients are computed, like those of all other layers.
 
-    Beneath an adapter it does not, and the compiler would make code for that layer alone: a third of what it makes.
-    Removing what is returned undoes it.
+    With an adapter it would not, and the compiler would generate separate code for that layer: a third of all code.
+    Removing the returned handle undoes this.
     """
 
     def need_gradient(_embeddings: nn.Module, _args: Any, embedded: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ def let_inputs_need_gradients(model: PreTrainedModel) -> RemovableHandle:
 
 
 def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:
-    """Call a layer so that its backward pass calls it again, but for attention: to be compiled as a whole."""
+    """Call a layer whose backward pass calls it again except for attention; this call is compiled as a unit."""
     if not torch.is_grad_enabled():
         return layer._call_impl(*args, **options)
     call = partial(layer._call_impl, **options)
@@ -156,7 +157,7 @@ def _keeping_attention() -> tuple[Any, Any]:
 
 
 def _of_attention(_context: object, operator: object, *_args: Any, **_options: Any) -> CheckpointPolicy:
-    """Keep what the kernels of attention return, the scores' normalizers included; recompute anything else."""
+    """Keep the outputs of attention kernels, including the softmax normalizers; recompute everything else."""
     return CheckpointPolicy.MUST_SAVE if operator in OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -178,12 +179,12 @@ def _keeping_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> 
 def use_liger_kernel(model: PreTrainedModel) -> None:
     """Use Liger kernels in the model's layers, without Liger's losses."""
     if model.device.type != "cuda":
-        raise _no_liger("its kernels run only on a GPU", "leave --liger-kernel out")
+        raise _no_liger("Liger kernels run only on a GPU", "leave --liger-kernel out")
     if importlib.util.find_spec("liger_kernel") is None:
         raise _no_liger("liger-kernel is not installed", "pip install liger-kernel, or leave --liger-kernel out")
     families = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if model.config.model_type not in families:
-        raise _no_liger(f"it does not support {model.config.model_type} models", "leave --liger-kernel out")
+        raise _no_liger(f"Liger does not support {model.config.model_type} models", "leave --liger-kernel out")
     apply = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
     apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
@@ -199,10 +200,10 @@ def bf16_is_emulated() -> bool:
 
 
 def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute torch.nn.functional.linear without a gradient: of bf16 as float32, which is 10 to 40 times as fast there.
+    """Compute torch.nn.functional.linear without a gradient, and bf16 in float32, which is 10 to 40 times as fast.
 
-    Products of bf16 numbers are exact in float32, and the result is rounded to bf16 once: it is what bf16 kernels
-    compute, up to the order of a sum.
+    This is for CPUs that emulate bf16. Products of bf16 numbers are exact in float32, and the result is rounded to bf16
+    once, so it is what bf16 kernels compute, up to the order of summation.
     """
     if rows.dtype != torch.bfloat16:
         return functional.linear(rows, weight, bias)
@@ -211,7 +212,7 @@ def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def widen(model: nn.Module) -> None:
-    """Let the linear layers of a model on the CPU, an adapter's too, multiply as float32; no parameter changes."""
+    """Make a CPU model's bf16 linear layers, an adapter's included, multiply in float32; no parameter changes."""
     for module in model.modules():
         if type(module) not in (nn.Linear, RowLinear):
             continue
@@ -226,7 +227,7 @@ def _wide_forward(module: nn.Linear, rows: Tensor) -> Tensor:
 
 
 class _WideLinear(torch.autograd.Function):
-    """Keeps bf16 for the backward pass, not the float32 copies."""
+    """Saves the bf16 tensors for the backward pass, not their float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,19 +1,19 @@
-"""Log-probabilities of given tokens, without ever holding tokens x vocabulary in float32.
+"""Log-probabilities of given tokens, without ever materializing tokens x vocabulary in float32.
 
-Logits are float32 products of bf16 rows and a bf16 head. Rounding logits to bf16 first costs up to 0.03 nats a token,
-as much as two engines differ altogether, and moves the probability ratio by as much.
+Logits are float32 products of bf16 rows and a bf16 head. Rounding logits to bf16 would add an error of up to 0.03 nats
+per token, as large as the difference between two engines, and the probability ratio would be off by as much.
 
-Where top-k, top-p or min-p were used, probabilities are normalized over the words that they kept: those whose
-transformed logit is at least the row's threshold. If another number of words than were kept are above it here, words
-have changed sides by rounding or by an update; each counts as if its logit was the threshold's, which it almost is. The
-normalizer log(n exp(t) + sum of max(exp(z) - exp(t), 0)), for n kept words and the threshold t, is continuous in all
-logits z.
+If top-k, top-p or min-p were used, probabilities are normalized over the words (vocabulary entries) that they kept:
+those whose transformed logit is at least the row's threshold. If more or fewer words than the server kept are above the
+threshold here, rounding or an update moved some of them across it. Each of these counts as if its logit equaled the
+threshold, which is almost true. The normalizer log(n exp(t) + sum of max(exp(z) - exp(t), 0)), for n kept words and the
+threshold t, is continuous in all logits z.
 
 With tensor parallelism each rank has the logits of its own words. The ranks exchange a maximum and four sums per row,
-and add up the gradients of the rows.
+and sum the gradients of the hidden states.
 
 Shape suffixes: T tokens, N rows (positions that predict a sampled token), H hidden size, V vocabulary, W words of one
-block of it.
+block of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ from bridge.passes.cut_layers import VocabularyPart, reduced
 from bridge.passes.packing import Kept
 
 HEAD_TOLERANCE = 0.02
-"""Largest difference of logits, relative to the largest logit, that bf16 explains."""
+"""Largest difference of logits, relative to the largest logit, that counts as bf16 rounding."""
 BLOCK_ELEMENTS = {"cpu": 2**23, "cuda": 2**26}
-"""Float32 elements of a block's logits, and of its part of the head's gradient: 256 MiB on a GPU, whose products need
-large operands, and 32 MiB on the CPU, where caches matter; a few temporaries of this size come on top."""
+"""Most float32 elements in a block's logits, and in its part of the head's gradient: 256 MiB on a GPU, whose products
+need large operands, and 32 MiB on the CPU, where caches matter. A few temporaries of the same size are needed, too."""
 BLOCK_WORDS = 256
-"""Blocks are a multiple of this, and no smaller, so that no product has an odd shape."""
+"""The number of words in a block is a multiple of this, so that products have regular shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class LogitTransform:
     """Divides the logits, first, as in Granite."""
 
     def apply(self, raw_NW: Tensor, bias_W: Tensor | None) -> Tensor:
-        """Return the transformed logits; `raw_NW` itself if nothing changes."""
+        """Return the transformed logits, or `raw_NW` itself if nothing changes."""
         raw_NW = raw_NW if bias_W is None else raw_NW + bias_W
         cap = self.final_logit_softcapping
         if cap is None:
@@ -60,7 +60,7 @@ class LogitTransform:
         return (raw_NW / (self.logits_scaling * cap)).tanh_().mul_(cap / self.temperature)
 
     def backward(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient of the transformed `logits` into that of the raw ones, in place; a cap overwrites both."""
+        """Turn the gradient of the transformed `logits` into that of the raw ones; both tensors may be overwritten."""
         cap = self.final_logit_softcapping
         if cap is not None:
             gradient.mul_(logits.mul_(self.temperature / cap).square_().neg_().add_(1))
@@ -80,9 +80,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
 
-    With `compiles`, a block of logits is processed by one kernel each way, instead of a dozen that each read it. Both
-    are of the distribution over what is `kept`; None: over all words. `words` are those of this rank's head, and the
-    other ranks call it with the same rows; None: it has all words.
+    With `compiles`, a block of logits is processed by one kernel forward and one backward, instead of a dozen that each
+    read it. Both results are over the words that were `kept`; None: over all words. `words` are the ones in this rank's
+    head, and all ranks must call this function with the same rows; None: the head has all words.
 
     Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32.
     """
@@ -94,9 +94,9 @@ def token_logprobs(
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> None:
-    """Check that the head is multiplied here as in the model's own forward pass; each part checks its own `words`.
+    """Check that Bridge's logits equal those of the model's own forward pass; each part checks its own `words`.
 
-    UnsupportedModelError: it does something to its hidden states or logits that is not implemented here.
+    UnsupportedModelError: the model transforms its hidden states or logits in a way that is not implemented here.
     """
     head, bias_V, transform = head_of(model, temperature=1.0)
     tokens_1T = torch.arange(4, device=model.device).unsqueeze(0)
@@ -116,16 +116,16 @@ def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> N
 
 
 def head_of(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | None, LogitTransform]:
-    """Return the head's weight and bias, and what is done to its logits: [V, H], [V].
+    """Return the head's weight and bias, and the transform of its logits: [V, H], [V].
 
     UnsupportedModelError: the head is more than a weight and a bias.
     """
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
-    if "weight" not in head._parameters:  # its weight is that of a layer inside, and not all that it computes with
+    if "weight" not in head._parameters:  # `head.weight` then belongs to an inner layer, and is not all of the head
         raise UnsupportedModelError(
-            f"the head of {type(model).__name__} is wrapped, such as by an adapter: a {type(head).__name__}, expected a"
-            " layer with a weight of its own; Bridge multiplies by that weight alone",
+            f"the head of {type(model).__name__} is wrapped in {type(head).__name__}, perhaps by an adapter; expected a"
+            " layer that owns its weight, since Bridge multiplies only by that weight",
             hint="leave the head out of the adapter, and of its modules_to_save",
         )
     transform = LogitTransform(
@@ -137,11 +137,11 @@ def head_of(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor 
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Blocks of the vocabulary, forward and backward: logits are computed twice instead of being kept.
+    """Computes log-probabilities in vocabulary blocks, forward and backward; logits are recomputed instead of kept.
 
-    Blocks of words and not of rows: the head's gradient then comes out block by block, summed over all rows by the
-    product itself; only [N, H] is summed over the blocks. Logits have to be computed again, since the gradient of each
-    log-probability depends on the loss of all rows of a sequence (GSPO), unlike a cross entropy's.
+    Blocks are of words, not of rows, so that the product itself sums the head's gradient over all rows, and only [N, H]
+    must be summed over the blocks. Logits must be recomputed because, unlike in a cross entropy, the gradient of each
+    log-probability may depend on the loss of all rows of a sequence (GSPO).
     """
 
     @staticmethod
@@ -157,7 +157,7 @@ class _TokenLogprobs(torch.autograd.Function):
         words: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         targets_N = targets_N if words is None else targets_N - words.start
-        compiles = compiles and len(hidden_NH) > 1  # torch compiles fewer rows for themselves
+        compiles = compiles and len(hidden_NH) > 1  # torch would compile a single row separately
         maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
         maxima_N = maxima_N if kept is None else kept.thresholds_N
         sums = _Sums(maxima_N, *torch.zeros_like(maxima_N).repeat(4, 1).unbind())
@@ -186,7 +186,7 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_head, needs_bias, *_rest = ctx.needs_input_grad
         hidden = _operand(hidden_NH)
         differentiate = _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
-        gradient_N = gradient_N.contiguous()  # that of a sum is one number, expanded: torch would compile for it alone
+        gradient_N = gradient_N.contiguous()  # a sum's gradient is one expanded number, compiled separately
         hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         head_gradient_VH = torch.empty_like(head_VH) if needs_head else None
         bias_gradient_V = torch.empty_like(bias_V) if needs_bias else None
@@ -218,13 +218,13 @@ class _Sums(NamedTuple):
     products_N: Tensor
     targets_N: Tensor
     counts_N: Tensor
-    """Words above the threshold; 0 without one."""
+    """How many words are above the threshold; 0 if there is no threshold."""
 
 
 def _added(
     sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_N: Tensor, by: LogitTransform, kept: Kept | None
 ) -> _Sums:
-    """Add one block: the head's product, and the targets counted from its first word, in the block or not."""
+    """Add one block's logits to the sums; `targets_N` are relative to the block's first word, and may lie outside."""
     logits_NW = by.apply(raw_NW, bias_W)
     maxima_N = torch.maximum(sums.maxima_N, logits_NW.amax(dim=1))
     shrink_N = (sums.maxima_N - maxima_N).exp_()
@@ -246,7 +246,7 @@ def _added(
 
 
 def _over_parts(sums: _Sums, group: str) -> _Sums:
-    """Return the sums over the words of all parts: a row's target is one part's word, and 0 on the others."""
+    """Return the sums over the words of all parts; a row's target logit is 0 on all parts but the one that has it."""
     maxima_N = reduced(sums.maxima_N, "max", group)
     shrink_N = (sums.maxima_N - maxima_N).exp()
     shares_4N = torch.stack([sums.weights_N * shrink_N, sums.products_N * shrink_N, sums.targets_N, sums.counts_N])
@@ -254,7 +254,7 @@ def _over_parts(sums: _Sums, group: str) -> _Sums:
 
 
 def _corrected(sums: _Sums, kept: Kept) -> _Sums:
-    """Return the sums with as many words as were kept: each that lacks, or is too much, has the threshold as logit."""
+    """Correct the sums to the number of words that were kept: add or remove words whose logit is the threshold."""
     lacking_N = (kept.counts_N - sums.counts_N) * (kept.thresholds_N - sums.maxima_N).exp()
     return sums._replace(
         weights_N=sums.weights_N + lacking_N, products_N=sums.products_N + lacking_N * kept.thresholds_N
@@ -271,12 +271,12 @@ def _raw_gradient(
     dtype: torch.dtype,
     kept: Kept | None,
 ) -> Tensor:
-    """Return gradient * (onehot(target) - softmax over what is kept), taken back through the transform, in `dtype`."""
+    """Return gradient * (onehot(target) - softmax over kept words), taken back through the transform, in `dtype`."""
     logits_NW = by.apply(raw_NW, bias_W)
     result_NW = (logits_NW - normalizers_N.unsqueeze(1)).exp_().mul_(-gradient_N.unsqueeze(1))
     if kept is not None:
         result_NW = result_NW.masked_fill_(logits_NW < kept.thresholds_N.unsqueeze(1), 0)
-    if torch.compiler.is_compiling():  # scattering would be a kernel of its own, and keep this one from being fused
+    if torch.compiler.is_compiling():  # scattering would need a separate kernel, and prevent fusion
         words_W = torch.arange(result_NW.shape[1], device=result_NW.device)
         result_NW = torch.where(words_W == targets_N.unsqueeze(1), result_NW + gradient_N.unsqueeze(1), result_NW)
     else:
@@ -286,13 +286,13 @@ def _raw_gradient(
 
 
 def _within(targets_N: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
-    """Return which targets are in a block, and their places there (0 for the others)."""
+    """Return which targets are in a block, and their indices in it (0 for the others)."""
     inside_N = (targets_N >= 0) & (targets_N < num_words)
     return inside_N, torch.where(inside_N, targets_N, 0)
 
 
 def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Cut the vocabulary into blocks of about `BLOCK_ELEMENTS` elements at most; yield each block with its bias."""
+    """Divide the vocabulary into blocks of at most about `BLOCK_ELEMENTS` elements; yield each block with its bias."""
     size = max(1, BLOCK_ELEMENTS[head_VH.device.type] // max(num_rows, head_VH.shape[1]) // BLOCK_WORDS) * BLOCK_WORDS
     for start in range(0, len(head_VH), size):
         block = slice(start, min(start + size, len(head_VH)))
@@ -300,7 +300,7 @@ def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[t
 
 
 def _operand(matrix: Tensor) -> Tensor:
-    """Return the matrix itself on a GPU, and a float32 copy on the CPU, whose product has no `out_dtype`."""
+    """Return the matrix itself on a GPU; on the CPU, where `torch.mm` has no `out_dtype`, return a float32 copy."""
     return matrix if matrix.is_cuda else matrix.float()
 
 
@@ -314,5 +314,5 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
 
 @cache
 def _compiled(function: Any) -> Any:
-    """Return `function` as one kernel for any number of rows and words."""
+    """Return `function` compiled for any number of rows and words."""
     return torch.compile(function, dynamic=True)

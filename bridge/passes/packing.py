@@ -1,7 +1,7 @@
 """Pack samples into micro-batches: sequences one after another, without padding, as tensors.
 
-Shape suffixes: S1 spans and one more, T tokens, U tokens that each span attends to (span after span), N rows (positions
-that predict a sampled token).
+Shape suffixes: S1 spans + 1, T tokens, U keys of all spans (span after span), N rows (positions that predict a sampled
+token).
 
 A prompt `p p p` with completion `a b`, and a prompt `q` with completion `c`:
 
@@ -21,7 +21,7 @@ The same with shared prompts, and a third sample: prompt `p p p` with completion
     rows_N             2    3     2   6     the prompt's last token predicts the first token of every completion
     seen.keys_U  0 1 2 | 0 1 2 3 4 | 0 1 2 5 | 6 7
 
-A token that was not sampled, such as a tool's answer, is in tokens_T and has no row.
+A token that was not sampled, such as one of a tool's answer, is in tokens_T but has no row.
 """
 
 import math
@@ -42,18 +42,18 @@ from bridge.types import Images
 
 Value = TypeVar("Value", int, float, tuple[float, int])
 KEEP_ALL = float(np.finfo(np.float32).min), 0
-"""A threshold below every logit; the number then does not matter."""
+"""A threshold below every logit, with a count that then does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion to train on: N sampled tokens, of a completion of T tokens, after a prompt.
+    """One completion to train on: a prompt, and a completion of T tokens, N of which were sampled.
 
     prompt_token_ids    the prompt's token ids
     token_ids           T token ids of the completion
-    sampled_logprobs    N log-probabilities of the server, in nats; NaN where unknown
+    sampled_logprobs    N log-probabilities from the server, in nats; NaN where unknown
     advantages          N numbers
-    weight              factor of each token's term in the loss; in an average over all tokens, one over their number
+    weight              factor of each token's term in the loss; for an average over all tokens, 1 / number of tokens
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -64,42 +64,42 @@ class Sample:
     advantages: tuple[float, ...]
     """One per sampled token."""
     weight: float
-    """Factor of each sampled token's term in the loss, which is the sum of the terms of one update."""
+    """Factor of each sampled token's term in the loss. The loss is the sum of all terms of an update."""
     sampled: tuple[bool, ...] | None = None
     """Marks the sampled tokens of the completion; None: all. The others are context."""
     kept: tuple[tuple[float, int], ...] = ()
-    """For each sampled token the words that top-k, top-p and min-p kept, as a threshold and a count (see `Kept`)."""
+    """For each sampled token, the words that top-k, top-p and min-p kept, as a threshold and a count (see `Kept`)."""
     experts: bytes = b""
-    """The experts of each token of prompt and completion but the last, as in `Completion`; empty: unknown."""
+    """The experts of each token except the last, prompt included, encoded as in `Completion`; empty: unknown."""
     images: Images | None = None
-    """Images of the prompt."""
+    """The prompt's images."""
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], str]:
-        """Return what samples have in common that can share it: the same tokens may stand for other images."""
+        """Return a key that samples with the same prompt share; equal tokens may stand for different images."""
         return self.prompt_token_ids, "" if self.images is None else self.images.digest
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and completion together."""
+        """Number of tokens in the prompt and the completion together."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
     def num_trained(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return len(self.advantages)
 
 
 def of_sampled(values: Sequence[Value], sampled: tuple[bool, ...] | None) -> tuple[Value, ...]:
-    """Return the values of sampled tokens, given one for each token of a completion."""
+    """Select the values of the sampled tokens from one value per token of a completion."""
     return tuple(values if sampled is None else compress(values, sampled))
 
 
 class Kept(NamedTuple):
-    """The likeliest words, which top-k, top-p and min-p kept when each row's token was sampled."""
+    """The words (vocabulary entries) that top-k, top-p and min-p kept when each row's token was sampled."""
 
     thresholds_N: Tensor
-    """Between the logit of the last word that was kept and that of the next, over the temperature."""
+    """A value between the last kept logit and the first dropped one, both divided by the temperature."""
     counts_N: Tensor
     """How many words were kept."""
 
@@ -112,7 +112,7 @@ class MicroBatch:
     positions_T: Tensor
     spans: Spans
     lengths: Sequence[Span]
-    """For each span, on the host: its number of tokens, and the keys that its last token attends to."""
+    """For each span, on the host: its number of tokens, and the number of keys that its last token attends to."""
     indices: Sequence[int]
     """For each sequence, on the host: its index among the samples packed together."""
     rows_N: Tensor
@@ -120,12 +120,12 @@ class MicroBatch:
     sequences_N: Tensor
     """The sample of each row, from 0 to num_sequences - 1."""
     sampled_logprobs_N: Tensor
-    """The server's log-probabilities in nats; NaN where unknown."""
+    """The server's log-probabilities, in nats; NaN where unknown."""
     advantages_N: Tensor
     weights_N: Tensor
     """Factor of the row's term in the loss."""
     kept: Kept | None = None
-    """None: all words of all rows."""
+    """The words that were kept for each row; None: all of them."""
     experts_TX: Tensor | None = None
     """The experts of each token, layer by layer, as in `routing.py`; None: the routers choose."""
     images: PackedImages | None = None
@@ -136,7 +136,7 @@ class MicroBatch:
 
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
-    """Return how many tokens a single micro-batch of all samples would have."""
+    """Return the number of tokens in a single micro-batch of all samples."""
     bin_ = _Bin(share_prompts=share_prompts)
     for index, sample in enumerate(samples):
         bin_.add(index, sample)
@@ -146,11 +146,12 @@ def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
 def packs(
     samples: Sequence[Sample], *, max_tokens: int, device: torch.device, share_prompts: bool = False
 ) -> list[MicroBatch]:
-    """Pack samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
+    """Pack samples into micro-batches of at most `max_tokens`, by first-fit decreasing.
 
-    With `share_prompts` a micro-batch holds each prompt once. If one shares a prompt, all of them have `seen`: compiled
-    layers then have one form. A sample longer than `max_tokens` gets its own micro-batch. The longest samples come
-    first, so that what does not fit in memory fails at once. The result does not depend on the order of the samples.
+    With `share_prompts` a micro-batch holds each prompt once. If any micro-batch shares a prompt, all of them have
+    `seen`, so that compiled layers need only one form. A sample longer than `max_tokens` gets its own micro-batch. The
+    longest samples come first, so that running out of memory shows early. The result does not depend on the order of
+    the samples.
     """
     ordered = sorted(range(len(samples)), key=lambda index: _order(samples[index]), reverse=True)
     if share_prompts:
@@ -171,7 +172,7 @@ def packs(
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
-    """Order by length, then by everything else that is trained on: no tie is left to the order of arrival."""
+    """Return a sort key: the length, then all other training data, so that ties do not depend on the input order."""
     tokens = *sample.prompt, sample.token_ids, sample.sampled or ()
     logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN has no order
     return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts
@@ -179,7 +180,7 @@ def _order(sample: Sample) -> tuple[object, ...]:
 
 @dataclass
 class _Bin:
-    """The samples of one micro-batch; those of a group share their prompt."""
+    """The samples of one micro-batch; samples of a group share their prompt."""
 
     share_prompts: bool
     num_tokens: int = 0
@@ -199,10 +200,10 @@ class _Bin:
 
 
 class _Layout:
-    """One micro-batch on the host: where its tokens are, span after span, and its tensors."""
+    """One micro-batch on the host: the layout of its spans, and its tensors."""
 
     def __init__(self, samples: Sequence[Sample], indices: Sequence[Sequence[int]], *, shares: bool) -> None:
-        """Place the samples of these `indices`; those of a group share their prompt."""
+        """Lay out the samples with these `indices`; samples of a group share their prompt."""
         self.indices = [*chain.from_iterable(indices)]
         groups = [[samples[index] for index in group] for group in indices]
         self.samples = [*chain.from_iterable(groups)]
@@ -211,7 +212,7 @@ class _Layout:
         self._keys = list[int]()
         self._starts = [0]
         self._key_starts = [0]
-        self.experts_TX = _no_experts(groups)  # an array: torch copies with all its threads, 8 ms a sample
+        self.experts_TX = _no_experts(groups)  # NumPy: torch copies with all its threads, 8 ms per sample
         self.images = Gathered() if any(sample.images for sample in self.samples) else None
         rows = self._rows(groups)
         keys = self._keys if shares else []
@@ -242,7 +243,7 @@ class _Layout:
         self.longest_keys = max(keys)
 
     def _rows(self, groups: Sequence[Sequence[Sample]]) -> list[int]:
-        """Place all spans and return the positions that predict sampled tokens, sample after sample.
+        """Lay out all spans and return the indices of tokens that predict a sampled token, sample after sample.
 
         Shared prompts come first: spans of equal length are then neighbors, and computed in one block.
         """
@@ -264,7 +265,7 @@ class _Layout:
         return rows
 
     def _take_others(self, sample: Sample, indices: range, first: int) -> None:
-        """Note the experts and the images of the sample's tokens from `first` on, which are at `indices`."""
+        """Store the experts and images of the sample's tokens from `first` on, which are at `indices` in T."""
         if self.images is not None:
             self.images.add(sample.images, indices, first)
         if sample.experts and self.experts_TX is not None:
@@ -272,7 +273,7 @@ class _Layout:
             self.experts_TX[indices.start : indices.start + len(own_TX)] = own_TX
 
     def _add(self, tokens: tuple[int, ...], prompt: range = range(0)) -> range:
-        """Append a span that attends to `prompt` and itself; return its places."""
+        """Append a span that attends to `prompt` and itself; return its indices."""
         added = range(len(self._tokens), len(self._tokens) + len(tokens))
         self._tokens += tokens
         self._positions += range(len(prompt), len(prompt) + len(tokens))
@@ -283,7 +284,7 @@ class _Layout:
 
 
 def _no_experts(groups: Sequence[Sequence[Sample]]) -> NDArray[np.int16] | None:
-    """Return room for the experts of all tokens, unknown so far; None: those of every sample are."""
+    """Return an array for the experts of all tokens, filled with `UNKNOWN`; None if no sample has experts."""
     known = next((sample for group in groups for sample in group if sample.experts), None)
     if known is None:
         return None
@@ -321,7 +322,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
 
 
 def _to_device(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Copy all tensors at once, and split them there."""
+    """Copy all tensors to the device in one transfer, and split them again there."""
     if not tensors:
         return iter(())
     joined = torch.cat(list(tensors))

@@ -1,6 +1,6 @@
-"""Whether a model computes for packed sequences what transformers computes for each sequence alone.
+"""Check that a model computes for packed sequences what transformers computes for each sequence separately.
 
-A family that treats positions or masks differently is refused here, whatever its name, and never trained wrongly.
+A model that treats positions or masks differently is refused here, whatever its family, instead of trained wrongly.
 
 Shape suffixes: T tokens, H hidden size, X experts of a token in all layers.
 """
@@ -27,49 +27,50 @@ logger = logging.getLogger(__name__)
 LENGTHS = (24, 13, 7, 6, 2)
 """Tokens of the sequences that are compared."""
 PROMPTS = (8, 8, 3, 3, 1)
-"""Prompt tokens among them."""
+"""How many of these tokens are the prompt."""
 SHARING = ((0, 1), (2, 3))
 """Sequences that share a prompt."""
 WINDOW = 5
-"""Tokens that sliding windows are narrowed to for the check, so that the sequences are longer."""
+"""Sliding windows are narrowed to this many tokens for the check, so that sequences are longer than the window."""
 TOLERANCE = 1 / 8
-"""Largest difference from each sequence alone, as a share of the difference if all were one sequence.
+"""Largest difference from the separate sequences, as a share of the difference if all were one sequence.
 
-Tiny models of 21 families in bf16 came to between 1/260 and 1/70, and those that mix sequences or positions to 1/3 and
+Tiny bf16 models of 21 families reached between 1/260 and 1/70; models that mix sequences or positions reached 1/3 or
 more."""
 ROUNDING_TOLERANCE = 1 / 4
-"""The tolerance where rounding alone explains a difference: 28 layers of random bf16 weights on an H200 gave 1/7."""
+"""The tolerance if rounding alone explains the difference: 28 layers of random bf16 weights on an H200 reached 1/7."""
 ROUNDINGS = 2
-"""Roundings to the model's dtype that never count: 48 layers of vLLM's dummy weights came to 0.8 on an H200."""
+"""A difference up to this many epsilons of the model's dtype is always allowed: 48 layers of vLLM's dummy weights
+reached 0.8 on an H200."""
 
 
 @dataclass
 class Expected:
-    """Results of transformers' eager attention for a few sequences, each alone, with the tolerance for ours."""
+    """Results of transformers' eager attention for a few separate sequences, with the tolerance for Bridge's."""
 
     tokens_T: Tensor
     """All sequences, one after the other."""
     experts_TX: Tensor | None
-    """The routers' choice, made once for all passes: rounding alone may change it from pass to pass."""
+    """The routers' choice, the same for all passes: rounding alone could change it from pass to pass."""
     alone_TH: Tensor
-    """Last hidden states of each sequence alone."""
+    """Last hidden states of each sequence, computed separately."""
     mixed_up: float
-    """Difference if all were one sequence."""
+    """The difference if all sequences were computed as one."""
     most: float
-    """Largest difference that counts as none."""
+    """Largest difference that is accepted."""
     farthest: int
-    """Position from which the first sequence still fits; not positive: unknown."""
+    """Largest start position at which the first sequence still fits; zero or less: unknown."""
     is_noted: bool = False
 
     @classmethod
     @torch.no_grad()
     def of(cls, prepared: PreparedModel, max_model_len: int | None = None) -> Self:
-        """Run the model on the sequences, each alone and all as one, with eager attention and with its own."""
+        """Run the model on each sequence separately, with eager attention and with its own, and on all as one."""
         model = prepared.model
         bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
         tokens_T = example_tokens(model)
         own_attention = attention.chosen(model)
-        attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
+        attention.choose(model, "eager")  # others omit what they do not support, as sdpa omits Gemma 2's cap
         with _checking(model):
             experts_TX = _own_experts(prepared, tokens_T)
             alone_TH = _alone(prepared, tokens_T, experts_TX)
@@ -89,9 +90,9 @@ class Expected:
         )
 
     def check(self, prepared: PreparedModel, *, share_prompts: bool = False) -> None:
-        """Run the packed forward pass with the attention and layers that the model has by now, and compare.
+        """Run the packed forward pass with the model's current attention and layers, and compare.
 
-        Do it again with the first sequence at the end of the longest possible one: the others must not depend on it.
+        Repeat it with the first sequence at the largest possible positions: the others must not depend on it.
         """
         tokens_T = self.tokens_T
         experts_TX = self.experts_TX
@@ -104,8 +105,8 @@ class Expected:
             if self.farthest > 0 and not share_prompts:
                 beside_TH = packed(prepared, tokens_T, LENGTHS, experts_TX, begin=self.farthest)
                 beside = difference(beside_TH, self.alone_TH, first=1)
-                differs = float(torch.tensor([differs, beside]).max())  # NaN if either is
-        line = f"hidden states differ by {differs:.1%} from those of each sequence alone, and by {self.mixed_up:.1%}"
+                differs = float(torch.tensor([differs, beside]).max())  # NaN if either one is NaN
+        line = f"hidden states differ by {differs:.1%} from those of separate sequences, and by {self.mixed_up:.1%}"
         if not differs <= max(self.most, ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps):
             raise UnsupportedModelError(
                 f"{type(prepared.model).__name__} does not keep packed sequences apart: {line} if all are one sequence",
@@ -113,19 +114,19 @@ class Expected:
             )
         if differs > self.most and not self.is_noted:
             self.is_noted = True
-            logger.info(f"attention hardly matters with these weights: packed, {line} if all are one sequence")
+            logger.info(f"attention hardly matters with these weights: {line} if all are one sequence")
 
 
 def difference(hidden_TH: Tensor, alone_TH: Tensor, *, first: int = 0) -> float:
-    """Return the median relative difference over the tokens of the sequence in which it is largest, from `first`.
+    """Return the largest median relative difference of a sequence, over the sequences from index `first` on.
 
-    The median, since rounding alone may send a few tokens to other experts. Where the hidden state of a token is 0, as
-    at the start of a sequence whose first embedding is 0, an equal one differs by 0.
+    It is a median over tokens, since rounding alone may send a few tokens to different experts. Equal hidden states
+    differ by 0 even if both are 0, as at the start of a sequence whose first embedding is 0.
     """
     error_T = (hidden_TH.float() - alone_TH.float()).norm(dim=1)
     relative_T = torch.where(error_T == 0, 0.0, error_T / alone_TH.float().norm(dim=1))
     medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
-    return float(torch.stack(medians).max())  # NaN if one is
+    return float(torch.stack(medians).max())  # NaN if any is NaN
 
 
 def packed(
@@ -136,9 +137,9 @@ def packed(
     *,
     begin: int = 0,
 ) -> Tensor:
-    """Return the last hidden states of packed sequences; the first one's positions count from `begin`.
+    """Return the last hidden states of packed sequences; the first sequence's positions start at `begin`.
 
-    Shapes: [T] -> [T, H]; `experts_TX` are those of `RouterReplay.choose`.
+    Shapes: [T] -> [T, H]; `experts_TX` is passed to `RouterReplay.choose`.
     """
     positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
     positions_T[: lengths[0]] += begin
@@ -148,7 +149,7 @@ def packed(
 
 
 def packed_sharing(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor | None = None) -> Tensor:
-    """Return the last hidden states of the sequences of `LENGTHS`, packed with shared prompts: [T] -> [T, H]."""
+    """Return the last hidden states of the example sequences, packed with shared prompts: [T] -> [T, H]."""
     samples = []
     for part_T, prompt, part_TX in zip(tokens_T.split(LENGTHS), PROMPTS, _split(experts_TX), strict=True):
         ids = tuple(part_T.tolist())
@@ -166,7 +167,7 @@ def packed_sharing(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor
 
 
 def example_tokens(model: PreTrainedModel) -> Tensor:
-    """Return the tokens of sequences of `LENGTHS`, some of which share `PROMPTS`: [T]."""
+    """Return the tokens of the example sequences (`LENGTHS`), some of which share their prompts (`SHARING`): [T]."""
     tokens_T = routing.made_up_tokens(model, sum(LENGTHS))
     starts = [0, *accumulate(LENGTHS)]
     for first, second in SHARING:
@@ -175,9 +176,9 @@ def example_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def _own_experts(prepared: PreparedModel, tokens_T: Tensor) -> Tensor | None:
-    """Return the experts that the routers choose for each sequence alone, and once for a shared prompt: [T, X].
+    """Return the experts that the routers choose for each separate sequence, the same for a shared prompt: [T, X].
 
-    None: they choose in every pass.
+    None: the routers choose anew in every pass.
     """
     if prepared.replay is None:
         return None
@@ -189,7 +190,7 @@ def _own_experts(prepared: PreparedModel, tokens_T: Tensor) -> Tensor | None:
 
 
 def _alone(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor | None) -> Tensor:
-    """Return the last hidden states of each sequence of `LENGTHS` alone: [T] -> [T, H]."""
+    """Return the last hidden states of the example sequences, computed separately: [T] -> [T, H]."""
     parts = []
     for part_T, part_TX in zip(tokens_T.split(LENGTHS), _split(experts_TX), strict=True):
         if prepared.replay is not None:
@@ -204,7 +205,7 @@ def _split(experts_TX: Tensor | None) -> Sequence[Tensor | None]:
 
 @contextmanager
 def _checking(model: PreTrainedModel) -> Iterator[None]:
-    """Turn dropout off and narrow sliding windows, and restore both."""
+    """Turn dropout off and narrow sliding windows inside the block, and restore both afterwards."""
     owners = (model.config.get_text_config(), *model.modules())
     windows = [(o, o.sliding_window) for o in owners if isinstance(getattr(o, "sliding_window", None), int)]
     for owner, _ in windows:

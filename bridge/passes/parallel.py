@@ -1,18 +1,18 @@
-"""Tensor parallelism that follows from the layout: what a part holds of a parameter decides what kind of layer it is.
+"""Tensor parallelism derived from the weight layout: the axis along which a parameter is cut decides the layer's kind.
 
 | what is cut | kind |
 |---|---|
-| rows of a linear layer, its bias, channels of a convolution, or what else there is per head | column |
+| rows of a linear layer, its bias, channels of a convolution, or any other parameter per head | column |
 | columns of a linear layer | row |
 | the second or third axis of experts' weights | column or row, in a module that is a block itself |
 | rows of the embedding or of the head | vocabulary |
 
-A norm over all outputs of a column layer, whole on every part, gathers them first.
-A block is the smallest module that holds both a column and a row layer. There is no table of families; whether the
-result computes what the whole model does is proved before training (`parallel_proof.py`).
+A norm over all outputs of a column layer, whose weight every part holds in full, gathers these outputs first.
+A block is the smallest module that holds both a column and a row layer. There is no table of families. That the result
+equals the full model's is checked before training (`parallel_proof.py`).
 
-An adapter follows from the same rule: beside a column layer its B is one, and beside a row layer its A is one. The B
-after that A is replicated, as a bias is: it is applied after the sum.
+The same rule covers adapters: B is a column layer beside a column layer, and A is a row layer beside a row layer. The B
+after such an A is replicated, like a bias, since it is applied after the sum.
 
 Not covered: what cut layers compute (`cut_layers.py`).
 """
@@ -34,38 +34,38 @@ from bridge.weights.rank_parts import Cut, Shared, shared_elements
 Cuts = Mapping[str, Cut]
 """The share of each Hugging Face parameter that one tensor-parallel rank holds."""
 Axes = Mapping[str, int | None]
-"""The axis along which each parameter is cut; None: every part holds all of it."""
+"""The axis along which each parameter is cut; None: every part holds the full parameter."""
 COLUMN = "column"
 ROW = "row"
 BOTH = {COLUMN, ROW}
 FLAT_ELEMENTS = 2**26
-"""Most elements of gradients that are combined at once, in float32."""
+"""Most gradient elements that are combined in one collective, in float32."""
 ONE_PART = "serve it with --tensor-parallel-size 1, or train it with --mode none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """A model that computes with its part of the weights, together with the other parts of its replica."""
+    """How a model with one part of the weights computes together with the other parts of its replica."""
 
     cuts: Sequence[Cuts]
     """One mapping per tensor-parallel rank."""
     part: int
-    """This one."""
+    """Index of this rank's part."""
     group: str
     """The name of the parts' process group."""
     shared: Sequence[Shared]
     """Parameters that several ranks hold, in the same order on every rank."""
     whole: PreTrainedModel
-    """The model as it was before, whole and in float32, without its weights."""
+    """The uncut model in float32, on the meta device."""
     head_words: VocabularyPart | None
-    """The words of this part's head; None: it has all of them."""
+    """The vocabulary entries (words) of this part's head; None: all of them."""
 
     @torch.no_grad()
     def combine(self, gradients: Mapping[str, Tensor]) -> None:
-        """Give all parts that share elements one gradient of them, in place.
+        """Make the gradients of shared elements equal on all parts that hold them, in place.
 
-        That is the sum of gradients that add up, and the first part's of others. Every part calls it with gradients of
-        the same parameters: one collective, or a few for large models.
+        Partial gradients are summed; complete ones are replaced by the first part's. Every part must call this with
+        gradients of the same parameters. It runs one collective, or a few for large models.
         """
         batch = list[Shared]()
         num_elements = 0
@@ -96,9 +96,9 @@ class Parallel:
 
 
 def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGroup) -> Parallel:
-    """Let the model compute with its part of the weights; call it once they are attached, on every part.
+    """Make the model compute with its part of the weights. Call it on every part, once the weights are attached.
 
-    `cuts` are those of every part, in the order of their ranks in `group`.
+    `cuts` has one mapping per part, in the order of the ranks in `group`.
     """
     part = dist.get_rank(group)
     group_name = group.group_name
@@ -142,7 +142,7 @@ def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
 
 
 def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:
-    """Return the axis along which the parts hold different indices of a parameter; None: each holds all of it."""
+    """Return the axis along which a parameter is cut; None: every part holds the full parameter."""
     (shape,) = {cut.shape for cut in cuts}
     axes = {axis for cut in cuts for axis, size in enumerate(cut.part_shape) if size != shape[axis]}
     if len(axes) > 1:
@@ -151,7 +151,7 @@ def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:
 
 
 def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]]:
-    """Return the kinds of cut parameters of each module of the decoder that has any, by its name: all but the words."""
+    """Return the kinds of the cut parameters in each decoder module that has any, by module name; not the embedding."""
     decoder = set(model.get_decoder().modules()) - {model.get_input_embeddings()}
     kinds = dict[str, set[str]]()
     for name, axis in axes.items():
@@ -168,7 +168,7 @@ def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]
 
 
 def _blocks(model: PreTrainedModel, kinds: Mapping[str, set[str]]) -> set[str]:
-    """Return the names of the smallest modules inside the model's layers that hold both kinds, around every cut one."""
+    """Return the names of the blocks: for each cut module, the smallest enclosing module that holds both kinds."""
     whole = {id(layer) for layer in layers.decoder_layers(model)}
     layer_names = {name for name, module in model.named_modules() if id(module) in whole}
     under = dict[str, set[str]]()
@@ -185,7 +185,7 @@ def _blocks(model: PreTrainedModel, kinds: Mapping[str, set[str]]) -> set[str]:
     for owner in kinds:
         inner, *outer = (path for path in (owner, *_above(owner)) if path in blocks)
         if outer:
-            raise _refusal(outer[0], f"is cut, and so is {inner} inside it, expected one of them")
+            raise _refusal(outer[0], f"is cut, and so is {inner} inside it; expected only one of them to be cut")
     return blocks
 
 
@@ -197,7 +197,7 @@ def _norms(
     part: int,
     group: str,
 ) -> Iterator[tuple[nn.Module, Outputs]]:
-    """Yield the norms that may be over all outputs of a column layer of their block, and the part's outputs."""
+    """Yield each norm that may run over all outputs of a column layer in its block, with this part's outputs."""
     for name, axis in axes.items():
         owner, _, leaf = name.rpartition(".")
         block = next((path for path in _above(owner) if path in blocks), None)
@@ -214,7 +214,7 @@ def _norms(
 
 
 def _above(name: str) -> Iterator[str]:
-    """Yield the names of the modules around a module or parameter, from the inside."""
+    """Yield the names of the modules that contain a module or parameter, innermost first."""
     while name:
         name, _, _ = name.rpartition(".")
         yield name
@@ -223,13 +223,13 @@ def _above(name: str) -> Iterator[str]:
 def _words(
     model: PreTrainedModel, module: nn.Module, axes: Axes, cuts: Sequence[Cuts], part: int, group: str
 ) -> VocabularyPart | None:
-    """Return the words of the embedding or the head that this part holds; None: all of them."""
+    """Return the vocabulary entries of the embedding or the head that this part holds; None: all of them."""
     name = next(parameter_name for parameter_name, parameter in model.named_parameters() if parameter is module.weight)
     if axes[name] is None:
         return None
     runs = [of_part[name].runs[0] for of_part in cuts]
     if axes[name] != 0 or any(len(words) != 1 or not words[0][1] for words in runs):
-        raise _refusal(name, "is cut, expected one run of words for each part")
+        raise _refusal(name, "is cut in an unsupported way; expected one range of consecutive rows on each part")
     return VocabularyPart(start=runs[part][0][0], group=group)
 
 

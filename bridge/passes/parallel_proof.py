@@ -1,14 +1,15 @@
-"""The proof of parallelism, before training: layers in parts or on slices equal the whole ones, gradients included.
+"""Check parallelism before training: layers in parts or on slices must match full layers, gradients included.
 
-One layer of each kind is made whole on every rank, in float32, and computed beside the one in parts, both with their
-adapter if there is one; with context parallelism, on a whole pack and on this rank's slice of it. A wrong gradient
-cannot be seen otherwise: the outputs, and so the log-probabilities, are right without it.
+For one layer of each kind, every rank builds the full layer in float32 and compares it with the one in parts, both with
+their adapter if there is one. With context parallelism, a layer on this rank's slice of a pack is compared with the
+same layer on the full pack. Nothing else would show a wrong gradient: outputs and log-probabilities would still be
+right.
 
-Weights and input are random, the same on every part. Trained ones may hide a fault, such as a bias of zeros that every
-part adds, or report one where there is none: with attention scores in the thousands, float32 rounds by more than
-`TOLERANCE`. That the parts' memory holds what is expected is seen from the server's log-probabilities.
+Weights and inputs are random, and the same on every part. Trained weights could hide a fault, such as a bias of zeros
+that every part adds, or cause a false alarm: with attention scores in the thousands, float32 rounding exceeds
+`TOLERANCE`. That the parts' memory holds the right weights shows in the server's log-probabilities.
 
-Not covered: the vocabulary, whose code no model changes.
+Not covered: the embedding and the head, whose code is the same for all models.
 """
 
 import copy
@@ -33,17 +34,17 @@ from bridge.passes.slices import Slices
 from bridge.types import Result
 
 TOLERANCE = 1e-4
-"""Largest relative difference; float32 came to 2e-6, and what was spoilt on purpose to 0.4 and more."""
+"""Largest relative difference; float32 rounding reached 2e-6, and deliberate faults 0.4 or more."""
 FLOOR = 1e-3
-"""Of the largest gradient of the layer's parameters, per element: what is smaller is compared with that, for some
-gradients are zero but for rounding, as those of keys' biases without positions."""
+"""Differences are relative to at least this share of the layer's largest gradient: some gradients are zero except for
+rounding, such as those of key biases without position embeddings."""
 NUM_TOKENS = 24
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, NotImplementedError, RuntimeError)
-"""Errors of a layer that cannot compute with a share of its weights."""
+"""Errors raised by a layer that cannot compute with a part of its weights."""
 
 
 class _Call(NamedTuple):
-    """How a model calls a layer."""
+    """The arguments with which a model calls a layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -51,7 +52,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Computed:
-    """A layer's output, and the gradients of this rank's share of the weights."""
+    """A layer's output, and the gradients of its input and of this rank's part of the weights."""
 
     output: Tensor
     input_gradient: Tensor
@@ -60,7 +61,7 @@ class _Computed:
 
 
 def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
-    """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode."""
+    """Compare one layer of each kind with the full layer, in evaluation mode. Call it on every part."""
     names = _one_of_each(model, lambda layer, name: _kind(layer, name, parallel))
     try:
         with _exact():
@@ -71,16 +72,16 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
                 _check_layer(name, call, model, parallel)
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"a whole layer of {type(model).__name__} in float32, with which the parts are compared, does not fit:"
+            f"out of memory while checking tensor parallelism against a full float32 layer of {type(model).__name__}:"
             f" {first_line(error)}",
             hint="a lower --gpu-memory-utilization",
         ) from error
 
 
 def check_slices(prepared: PreparedModel) -> None:
-    """Compare one layer of each kind on a slice with the one on the whole pack, if the packs of the model are cut.
+    """Compare one layer of each kind on a slice with the same layer on the full pack, if packs are cut into slices.
 
-    Call it on every rank among which they are, once the model is prepared.
+    Call it on every rank that has a slice, once the model is prepared.
     """
     model = prepared.model
     cut = prepared.slices
@@ -104,7 +105,7 @@ def check_slices(prepared: PreparedModel) -> None:
 
 
 def _one_of_each(model: PreTrainedModel, kind: Callable[[nn.Module, str], Any]) -> list[str]:
-    """Return the names of the decoder's layers, one of each `kind`, which gets a layer and its name."""
+    """Return the name of one decoder layer of each kind; `kind` is called with a layer and its name."""
     names = {id(module): name for name, module in model.named_modules()}
     by_kind = dict[Any, str]()
     for layer in layers.decoder_layers(model):
@@ -113,7 +114,7 @@ def _one_of_each(model: PreTrainedModel, kind: Callable[[nn.Module, str], Any]) 
 
 
 def _over_slices(computed: _Computed, cut: Slices) -> _Computed:
-    """Return what the ranks computed together: all tokens, and the sums of their gradients, in one order everywhere."""
+    """Return the results of all ranks together: outputs for all tokens, and summed gradients in a fixed order."""
     gradients = {
         leaf: cut_layers.reduced(computed.gradients[leaf], "sum", cut.group) for leaf in sorted(computed.gradients)
     }
@@ -137,14 +138,14 @@ def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Paral
 
 
 def _kind(layer: nn.Module, name: str, parallel: Parallel) -> Any:
-    """Return what layers of one kind have in common: their classes, and what each part holds of their parameters."""
+    """Return a layer's kind: the classes of its modules, and the share of its parameters that each part holds."""
     classes = tuple(type(module) for module in layer.modules())
     parameters = [parameter for parameter, _ in layer.named_parameters()]
     return classes, tuple((leaf, *(cuts[f"{name}.{leaf}"] for cuts in parallel.cuts)) for leaf in parameters)
 
 
 def _calls(model: PreTrainedModel, names: Sequence[str], compute: Callable[[], object]) -> dict[str, _Call]:
-    """Let the model compute, and return how it calls each of these layers, by name."""
+    """Run the model, and return the arguments with which it calls each of the named layers."""
     calls = dict[str, _Call]()
 
     def keeping(name: str) -> Callable[..., None]:
@@ -159,7 +160,7 @@ def _calls(model: PreTrainedModel, names: Sequence[str], compute: Callable[[], o
 
 
 def _widened(given: Any) -> Any:
-    """Return arguments with every tensor of bf16 in float32."""
+    """Return the arguments with every floating-point tensor in float32."""
     if isinstance(given, Tensor):
         return given.float() if given.is_floating_point() else given
     if isinstance(given, dict):
@@ -171,7 +172,7 @@ def _widened(given: Any) -> Any:
 
 
 def _fill(whole: nn.Module, like: Tensor) -> None:
-    """Give a layer on the meta device weights with which its output is about as large as its input."""
+    """Give a layer on the meta device random weights that keep its output about as large as its input."""
     chance = torch.Generator(device=like.device).manual_seed(0)
     for name, empty in [*whole.named_parameters()]:
         owner, _, leaf = name.rpartition(".")
@@ -185,9 +186,9 @@ def _fill(whole: nn.Module, like: Tensor) -> None:
 def _run(
     layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], Tensor], cut: Slices | None = None
 ) -> _Computed:
-    """Run the layer forward and backward, and keep of each parameter's gradient what `own` returns.
+    """Run the layer forward and backward; of each parameter's gradient, keep what `own` returns.
 
-    The input and what weighs the output are the same on every rank, or this rank's slices of that.
+    The input and the weights of the loss are the same on every rank; with `cut`, this rank takes its slices of them.
     """
     hidden = call.args[0]
     like = dict[str, Any](device=call.args[0].device)
@@ -211,7 +212,7 @@ def _run(
         output = output[0] if isinstance(output, tuple) else output
         (output * weights).sum().backward()
     for parameter, key in names.items():
-        if key not in gradients:  # an expert that no token was sent to
+        if key not in gradients:  # an expert that got no token
             gradients[key] = own(key, torch.zeros_like(parameter))
     assert hidden.grad is not None
     return _Computed(output.detach(), hidden.grad, gradients)
@@ -224,7 +225,7 @@ def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, 
         f"the gradient of {name}'s input": _difference(cut.input_gradient, whole.input_gradient),
         **{
             f"the gradient of {parameter}": _difference(cut.gradients[parameter], whole.gradients[parameter], least)
-            for parameter in sorted(whole.gradients)  # in one order on every part
+            for parameter in sorted(whole.gradients)  # in the same order on every part
         },
     }
     differences = torch.tensor([*differences_of.values()], device=cut.output.device).nan_to_num(torch.inf)
@@ -232,13 +233,13 @@ def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, 
     worst, what = max(zip(differences.tolist(), differences_of, strict=True))
     if worst > TOLERANCE:
         raise UnsupportedModelError(
-            f"{what}, computed {how}, differs by {worst:.2g} from the whole one's, expected at most {TOLERANCE:g}",
+            f"{what}, computed {how}, differs by {worst:.2g} from the full layer's, expected at most {TOLERANCE:g}",
             hint=hint,
         )
 
 
 def _difference(computed: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the relative difference; of elements that are smaller than `least`, relative to that."""
+    """Return the difference relative to the expected tensor's RMS, or to `least` if that is larger."""
     return _rms(computed - expected) / max(_rms(expected), least, torch.finfo(torch.float32).tiny)
 
 
@@ -259,7 +260,7 @@ def _tried(what: str, compute: Callable[[], Result]) -> Result:
 
 @contextmanager
 def _exact() -> Iterator[None]:
-    """Multiply in float32 as it is, and not in TF32."""
+    """Multiply in full float32 inside the block, not in TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

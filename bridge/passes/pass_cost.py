@@ -1,7 +1,7 @@
 """The memory of a forward and backward pass, measured instead of modeled.
 
-Two passes of different sizes give the memory of a token. A GPU's allocator reports its peak. A CPU's does not: there,
-what autograd keeps is counted tensor by tensor, plus three layers' share for the temporaries of a backward pass.
+Two passes of different sizes give the memory per token. On a GPU the allocator reports its peak. On a CPU it does not:
+there, the tensors that autograd keeps are counted, plus three layers' worth for the temporaries of a backward pass.
 """
 
 import gc
@@ -23,19 +23,19 @@ from bridge.passes.prepared_model import PreparedModel
 PROBES = (1_024, 2_048)
 """Tokens of the two measured passes."""
 PROBE_LENGTH = 512
-"""Tokens of each of their sequences."""
+"""Tokens of each sequence in these passes."""
 CPU_PROBES = (64, 128)
-"""Tokens of the two measured passes on a CPU, where a pass takes long and counting is exact."""
+"""Tokens of the two measured passes on a CPU, where passes are slow and counting is exact."""
 CPU_PROBE_LENGTH = 32
-"""Tokens of each of their sequences on a CPU."""
+"""Tokens of each sequence in the passes on a CPU."""
 LIVE_LAYERS = 3
 """Layers whose recomputed activations and gradients a backward pass holds at once on a CPU."""
 CPU_LOGITS_BYTES = 3 * 4 * BLOCK_ELEMENTS["cpu"]
-"""Float32 logits of one block of the vocabulary, and what is computed from them."""
+"""Bytes of one vocabulary block's float32 logits, and of two temporaries of the same size."""
 
 
 def free_memory(model: PreTrainedModel) -> float:
-    """Return the bytes that are free, those that a GPU's allocator holds unused included."""
+    """Return the free bytes, including those that a GPU's allocator has reserved but does not use."""
     if model.device.type == "cpu":
         return float(left_bytes())
     unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
@@ -51,7 +51,7 @@ class Cost:
 
     @classmethod
     def of(cls, measured: Sequence[tuple[int, int]]) -> Self:
-        """Return the line through two measurements of (tokens, bytes)."""
+        """Fit a line through two measurements of (tokens, bytes)."""
         (few, low), (many, high) = sorted(measured)
         token_bytes = max((high - low) / (many - few), 1.0)
         return cls(fixed_bytes=max(low - few * token_bytes, 0.0), token_bytes=token_bytes)
@@ -61,9 +61,9 @@ class Cost:
 
 
 def measure_cost(prepared: PreparedModel, temperature: float) -> Cost:
-    """Run passes of two sizes, without leaving a gradient, and return their cost.
+    """Run passes of two sizes, leaving no gradient behind, and return their cost.
 
-    The random state is restored afterwards: a resumed run measures at another time.
+    The random state is restored afterwards, since a resumed run measures at a different time.
     """
     device = prepared.model.device
     if device.type == "cpu":
@@ -89,7 +89,7 @@ def _peak_bytes(prepared: PreparedModel, num_tokens: int, temperature: float) ->
 
 
 def _cost_on_cpu(prepared: PreparedModel, temperature: float) -> Cost:
-    """Count what autograd keeps, and the temporaries: some layers of what it would keep without recomputing."""
+    """Count what autograd keeps, plus temporaries: what some layers would keep without recomputing."""
     all_layers = layers.decoder_layers(prepared.model)
     recomputed = [layer for layer in all_layers if getattr(layer, "gradient_checkpointing", False)]
     kept = [_kept_bytes(prepared, tokens, temperature) for tokens in CPU_PROBES]
@@ -105,7 +105,7 @@ def _cost_on_cpu(prepared: PreparedModel, temperature: float) -> Cost:
 
 
 def _kept_bytes(prepared: PreparedModel, num_tokens: int, temperature: float) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, each storage once, without the weights."""
+    """Return the bytes that a forward pass keeps for the backward pass, without weights; each storage counts once."""
     model = prepared.model
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -113,12 +113,12 @@ def _kept_bytes(prepared: PreparedModel, num_tokens: int, temperature: float) ->
     def keep(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in weights:
-            kept[address] = tensor  # held, so that no other tensor gets its address
+            kept[address] = tensor  # kept alive, so that no other tensor gets its address
         return tensor
 
     part = example(model, num_tokens, CPU_PROBE_LENGTH)
     with (
-        torch.compiler.set_stance("force_eager"),  # a compiled layer would be compiled anew under the hooks
+        torch.compiler.set_stance("force_eager"),  # hooks would make torch recompile compiled layers
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         prepared.logprobs(part, temperature)
@@ -126,7 +126,7 @@ def _kept_bytes(prepared: PreparedModel, num_tokens: int, temperature: float) ->
 
 
 def example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
-    """Return a micro-batch of `num_tokens` in sequences of a `length`, with advantages of 0."""
+    """Return a micro-batch of `num_tokens` tokens in sequences of this `length`, with advantages of 0."""
     zeros = (0.0,) * (length - 1)
     sample = Sample(
         prompt_token_ids=(1,), token_ids=(1,) * len(zeros), sampled_logprobs=zeros, advantages=zeros, weight=0.0
@@ -136,7 +136,7 @@ def example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
 
 
 def let_go(error: BaseException, device: torch.device) -> None:
-    """Free what a failed pass still holds: its frames live as long as its error."""
+    """Free the memory of a failed pass: its frames live as long as the error that it raised."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     if device.type == "cuda":

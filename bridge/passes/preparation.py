@@ -26,7 +26,7 @@ from bridge.ranks.world import ALONE, Ranks
 logger = logging.getLogger(__name__)
 
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
-"""Errors with which torch.compile fails for lack of a compiler or an unsupported operation; others are raised."""
+"""Errors of torch.compile if there is no compiler or an operation is unsupported; all other errors are raised."""
 
 
 def prepare(
@@ -38,16 +38,15 @@ def prepare(
     parallel: Parallel | None = None,
     ranks: Ranks = ALONE,
 ) -> PreparedModel:
-    """Give the model packed attention and, where requested, Liger kernels, compiled layers and recomputed activations.
+    """Give the model packed attention and, if configured, Liger kernels, compiled layers and recomputed activations.
 
-    Call it once per run, before the first micro-batch. No parameter is moved or replaced. `max_model_len` bounds the
-    length of a sequence, where it is known. `experts` are the numbers of layers with experts and of experts of a token
-    that the server reports; None: the trainer's routers choose. With context parallelism each of the `ranks` of a pass
-    has a slice of it.
+    Call it once per run, before the first micro-batch. No parameter is moved or replaced. `max_model_len` is the
+    longest possible sequence, if known. `experts` is the server's number of layers with experts, and of experts per
+    token; None: the trainer's routers choose. With context parallelism each of the `ranks` gets a slice of every pass.
 
     Raises:
-        UnsupportedModelError: packing changes what the model computes, or it cannot replay or be cut as configured. The
-            model is as it was before.
+        UnsupportedModelError: packing changes what the model computes, or the model cannot replay experts or be sliced
+            as configured. The model is left unchanged.
     """
     prepared = PreparedModel(model, parallel)
     try:
@@ -65,7 +64,7 @@ def prepare(
 
 
 def _replay(model: PreTrainedModel, experts: tuple[int, int], compute: ComputeConfig) -> RouterReplay | None:
-    """Let the model compute with the server's experts; without a choice of the user's, only if it can."""
+    """Make the model compute with the server's experts; if it cannot, raise only if the user asked for replay."""
     try:
         return RouterReplay.of(model, experts)
     except UnsupportedModelError as error:
@@ -76,9 +75,9 @@ def _replay(model: PreTrainedModel, experts: tuple[int, int], compute: ComputeCo
 
 
 def _prepare(prepared: PreparedModel, compute: ComputeConfig, max_model_len: int | None, *, is_replayed: bool) -> None:
-    """Choose attention and layers, checking each.
+    """Choose attention and layers, and check each choice.
 
-    A model that is not replayed computes with given experts here alone, so that all checks compare the same ones.
+    Without replay, the model computes with given experts only during these checks, so that all of them use the same.
     """
     model = prepared.model
     if not is_replayed:
@@ -88,7 +87,7 @@ def _prepare(prepared: PreparedModel, compute: ComputeConfig, max_model_len: int
         expected = Expected.of(prepared, max_model_len)
     compiles = compute.compiles_on(model.device.type)
     if model.device.type == "cpu" and not compiles and layers.bf16_is_emulated():
-        layers.widen(model)  # not both: torch would compile every layer separately
+        layers.widen(model)  # widened layers would each be compiled separately
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
     recurrence.keep_apart(model)
@@ -101,15 +100,16 @@ def _prepare(prepared: PreparedModel, compute: ComputeConfig, max_model_len: int
         _recompute(prepared)
         prepared.kept = layers.INPUTS
     if not is_replayed and prepared.replay is not None and not prepared.is_compiled:
-        prepared.replay.release()  # compiled layers have it in their code, at no cost
+        prepared.replay.release()  # in compiled code it costs nothing
         prepared.replay = None
 
 
 def recompute_activations(prepared: PreparedModel, kept: layers.Kept = layers.INPUTS) -> None:
-    """Let each layer keep only its input for the backward pass, or what is `kept`, and compute the rest again there.
+    """Make each layer keep only what `kept` says for the backward pass, and recompute the rest there.
 
-    The compiler does so where a layer is one graph without random numbers, which it would draw anew. Any other layer is
-    called again, and not compiled: of several graphs, the second call might use others than the first.
+    The compiler does the recomputing if a layer is a single graph without random numbers; it would draw new numbers.
+    All other layers run uncompiled and are called again: with several graphs, the second call might use other graphs
+    than the first.
     """
     prepared.kept = kept
     if prepared.is_compiled:
@@ -118,7 +118,7 @@ def recompute_activations(prepared: PreparedModel, kept: layers.Kept = layers.IN
 
 
 def _choose_attention(prepared: PreparedModel, expected: Expected, kernel: str) -> None:
-    """Use Bridge's attention where it is correct, else the model's own, which makes a mask from the positions."""
+    """Use Bridge's attention if it is correct, otherwise the model's own, which builds a mask from the positions."""
     model = prepared.model
     kernel_note = kernels.choose(model, kernel)
     own = attention.chosen(model)
@@ -133,7 +133,7 @@ def _choose_attention(prepared: PreparedModel, expected: Expected, kernel: str) 
         logger.info(f"attention: the model's own ({own}), with a mask of tokens x tokens: {error.message}")
     else:
         if attention.chosen(model) != attention.NAME:
-            logger.info(f"attention: the only one of {type(model).__name__}, with a mask of tokens x tokens")
+            logger.info(f"attention: {type(model).__name__} supports only its own, with a mask of tokens x tokens")
         elif model.device.type == "cuda":
             logger.info(kernel_note)
 
@@ -150,9 +150,9 @@ def _may_share_prompts(prepared: PreparedModel, expected: Expected) -> bool:
 
 
 def _compile(prepared: PreparedModel, expected: Expected, *, recomputed: bool) -> None:
-    """Compile the layers; undo it where torch cannot, or the result is wrong.
+    """Compile the layers; undo it if torch cannot compile them, or if the result is wrong.
 
-    Compile the backward pass, too, unless activations are recomputed or offloaded: `_recompute` does it then.
+    The backward pass is compiled here, too, unless activations are recomputed or offloaded: then `_recompute` does it.
     """
     model = prepared.model
     prepared.hooks.append(layers.let_inputs_need_gradients(model))
@@ -166,11 +166,11 @@ def _compile(prepared: PreparedModel, expected: Expected, *, recomputed: bool) -
         layers.uncompile_layers(model)
         logger.info(f"layers are not compiled: {' '.join(str(error).strip().splitlines()[:2])}")
     else:
-        torch._dynamo.config.suppress_errors = True  # a form that comes later and fails runs uncompiled, with a warning
+        torch._dynamo.config.suppress_errors = True  # forms that fail to compile later run eagerly, with a warning
 
 
 def _recompute(prepared: PreparedModel, *, keeps_attention: bool = False) -> None:
-    """Leave recomputing to the compiled layers if they can, else to transformers."""
+    """Recompute in the compiled layers if they can, otherwise with transformers' checkpointing."""
     if prepared.is_compiled:
         reason = _against_recomputing(prepared)
         if reason is None:
@@ -182,7 +182,7 @@ def _recompute(prepared: PreparedModel, *, keeps_attention: bool = False) -> Non
 
 
 def _against_recomputing(prepared: PreparedModel) -> str | None:
-    """Compile the layers and return why their code cannot run twice; None: it can."""
+    """Compile the layers, and return why their code cannot recompute activations; None: it can."""
     device = prepared.model.device
     num_breaks = _num_breaks()
     random_state = _random_state(device)
@@ -192,8 +192,8 @@ def _against_recomputing(prepared: PreparedModel) -> str | None:
     except COMPILE_ERRORS as error:
         return f"torch cannot compile that: {' '.join(str(error).strip().splitlines()[:2])}"
     if _num_breaks() > num_breaks:
-        return "torch makes several graphs of one"
-    return None if torch.equal(_random_state(device), random_state) else "draw random numbers"
+        return "torch splits a layer into several graphs"
+    return None if torch.equal(_random_state(device), random_state) else "they draw random numbers"
 
 
 def _num_breaks() -> int:
@@ -205,9 +205,9 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _run_all_forms(prepared: PreparedModel) -> None:
-    """Run forward and backward what a run needs: several sequences, other lengths, shared prompts.
+    """Run forward and backward in every form that a run needs: several sequences, different lengths, shared prompts.
 
-    No gradient is left, and no hook on gradients is called.
+    It leaves no gradient behind, and calls no gradient hook.
     """
     model = prepared.model
     tokens_T = packing_proof.example_tokens(model)

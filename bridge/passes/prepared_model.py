@@ -1,9 +1,9 @@
-"""A model as training computes with it: what its passes depend on, in one object.
+"""A model prepared for training: everything that its passes depend on, in one object.
 
-A transformers model by itself computes each sequence alone. What training adds is held here, each kind as one
-attribute, and is made by `preparation.py` or by the caller; `release` takes it off the model again.
+A transformers model by itself computes each sequence separately. Everything that training adds is an attribute here,
+set by `preparation.py` or by the caller; `release` removes it from the model again.
 
-Not covered: how it is chosen and checked (`preparation.py`), and how much fits at once (`budget.py`).
+Not covered: how these settings are chosen and checked (`preparation.py`), and how much fits into a pass (`budget.py`).
 Shape suffixes: T tokens of a pack, L tokens of this rank's slice of it, N rows (positions that predict a sampled
 token), X experts of a token in all layers, H hidden size.
 """
@@ -32,27 +32,27 @@ REPLACED = (
     "forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",
 )  # fmt: skip
-"""Attributes that choose how a module computes, set by the model, transformers or torch."""
+"""Module attributes, set by the model, transformers or torch, that determine how a module computes."""
 
 
 class PreparedModel:
-    """A transformers model, and everything that its passes depend on beside its parameters, which stay in place."""
+    """A transformers model, and everything besides its parameters that its passes depend on."""
 
     def __init__(self, model: PreTrainedModel, parallel: Parallel | None = None) -> None:
-        """Take a model as transformers made it, or in parts (`parallel.divide`)."""
+        """Wrap a model as transformers built it, or one that `parallel.divide` cut into parts."""
         self.model = model
         self.parallel = parallel
-        """The exchange with other tensor-parallel ranks; None: this rank has all weights."""
+        """How this rank computes with the other tensor-parallel ranks; None: it has all weights."""
         self.replay: RouterReplay | None = None
-        """The blocks that take given experts; None: the routers choose."""
+        """The blocks that compute with given experts; None: the routers choose."""
         self.slices: Slices | None = None
-        """How packs are cut among ranks; None: they are not."""
+        """How packs are sliced among ranks; None: they are not sliced."""
         self.kept: Kept = ALL
         """Activations that layers keep for the backward pass."""
         self.shares_prompts = False
-        """Whether completions of one prompt may share it in a pack."""
+        """Whether the completions of a prompt may share it in a pack."""
         self.hooks = list[RemovableHandle]()
-        """Hooks on modules, which `release` removes."""
+        """Module hooks that `release` removes."""
         self._are_images_proved = False
         self._attention = attention.chosen(model)
         self._before = {module: _replaceable(module) for module in model.modules()}
@@ -65,7 +65,7 @@ class PreparedModel:
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the sampled tokens, and the entropies (without gradient), both in nats.
 
-        Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`, on every rank that has a slice of it.
+        Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`. Every rank of a sliced pack gets all rows.
         """
         head_VH, bias_V, transform = head_of(self.model, temperature)
         hidden_LH = self.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
@@ -86,14 +86,16 @@ class PreparedModel:
         experts_TX: Tensor | None = None,
         packed_images: PackedImages | None = None,
     ) -> Tensor:
-        """Return the last hidden states of this rank's slice, or of the whole pack if it is not cut: [T] x 2 -> [L, H].
+        """Return the last hidden states of this rank's slice, or of the full pack if it is not sliced.
 
-        `experts_TX` are those of `RouterReplay.choose`. A pack with images is never cut (`Prompts` refuses it).
-        An attention other than Bridge's finds the sequences by their positions, from which transformers makes a mask;
-        it cannot share prompts, and computes no slice.
+        Shapes: [T] x 2 -> [L, H].
+
+        `experts_TX` is passed to `RouterReplay.choose`. A pack with images is never sliced (`Prompts` refuses it).
+        If the attention is not Bridge's, transformers finds the sequences by their positions, and builds a mask; then
+        prompts cannot be shared, and packs cannot be sliced.
 
         Raises:
-            UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
+            UnsupportedModelError: the pack is sliced, and the model's attention is not Bridge's.
         """
         model = self.model
         cut = self.slices
@@ -103,13 +105,12 @@ class PreparedModel:
             assert packed_images is None, "images cannot be cut"
             if not is_ours:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} computes attention in its own way, which --context-parallel-size cannot"
-                    " cut",
+                    f"{type(model).__name__} uses its own attention, which --context-parallel-size does not support",
                     hint=slices.HINT,
                 )
             spans = cut.padded(spans, num_tokens)
             if experts_TX is not None:
-                experts_TX = cut.own(experts_TX - UNKNOWN) + UNKNOWN  # of the padding, too
+                experts_TX = cut.own(experts_TX - UNKNOWN) + UNKNOWN  # padding has unknown experts
             tokens_T = cut.own(tokens_T)
             positions_T = cut.own(positions_T)
         if self.replay is not None:
@@ -129,13 +130,13 @@ class PreparedModel:
     def whole_hidden(
         self, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None = None
     ) -> Tensor:
-        """Return the last hidden states of a pack on every rank, with arguments and raising as `own_hidden`: [T, H]."""
+        """Return the last hidden states of the full pack on every rank: [T, H]; otherwise the same as `own_hidden`."""
         hidden_LH = self.own_hidden(tokens_T, positions_T, spans, experts_TX)
         return hidden_LH if self.slices is None else self.slices.joined(hidden_LH, len(tokens_T))
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
-        """Compute whole packs on every rank inside the block."""
+        """Compute full packs on every rank inside the block."""
         cut = self.slices
         self.slices = None
         try:
@@ -144,10 +145,10 @@ class PreparedModel:
             self.slices = cut
 
     def prove_images(self, samples: Sequence[Sample]) -> None:
-        """Compare the first samples with images, packed, with transformers' own model: once.
+        """Compare packed samples with images with transformers' own model, the first time that there are any.
 
         Raises:
-            UnsupportedModelError: the model does something else with images.
+            UnsupportedModelError: the model treats images differently from Bridge.
         """
         with_images = [sample for sample in samples if sample.images is not None]
         if with_images and not self._are_images_proved:
@@ -155,9 +156,9 @@ class PreparedModel:
             self._are_images_proved = True
 
     def release(self) -> None:
-        """Make the model compute again as it did when this object was made.
+        """Restore the model to how it computed before this object was created.
 
-        Liger's RoPE stays, if its kernels were requested: Liger replaces it for all models of the process.
+        If Liger kernels were requested, Liger's RoPE stays: Liger replaces it for all models of the process.
         """
         if self.replay is not None:
             self.replay.release()
@@ -177,7 +178,7 @@ class PreparedModel:
 
 
 def _replaceable(module: nn.Module) -> dict[str, Any]:
-    """Return what preparation may set on a module: the attributes of `REPLACED`, and rates of dropout."""
+    """Return the module attributes that preparation may set: those of `REPLACED`, and dropout rates."""
     held = vars(module)
     rates = {name: rate for name, rate in held.items() if name.endswith("dropout") and isinstance(rate, float)}
     return {name: held[name] for name in REPLACED if name in held} | rates

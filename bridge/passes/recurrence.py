@@ -1,8 +1,8 @@
-"""Layers that carry a state from token to token, such as GatedDeltaNet: each packed sequence starts with an empty one.
+"""Layers that carry a state from token to token, such as GatedDeltaNet: every packed sequence starts without a state.
 
-transformers' own code takes all tokens of a call for one sequence. Here such a layer gets the sequences as rows of one
-length, which are exact on every device and with every kernel: its convolution and its recurrence are causal, so that no
-token depends on the padding after it.
+transformers' own code treats all tokens of a call as one sequence. Here such a layer gets the sequences as rows that
+are padded to one length. This is exact on every device and with every kernel: the layer's convolution and recurrence
+are causal, so that no token depends on the padding after it.
 
 Not covered: shared prompts, since a completion would need the state at the end of its prompt.
 Shape suffixes: S rows, L tokens of the longest one, T tokens of all sequences, H hidden size.
@@ -23,12 +23,12 @@ from bridge.passes.attention import Attended, Rows, similar
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Return whether a module mixes tokens without attention: it has a convolution over them."""
+    """Return whether a module carries a state from token to token: it has a convolution over tokens."""
     return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def keep_apart(model: PreTrainedModel) -> None:
-    """Reset the state of every such layer at each sequence; without boundaries nothing changes."""
+    """Reset the state of every recurrent layer at the start of each sequence; without boundaries nothing changes."""
     for module in filter(is_stateful, model.get_decoder().modules()):
         module.forward = MethodType(_each_sequence, module)
 
@@ -48,7 +48,7 @@ def _each_sequence(
         return run(hidden_states, *args, **others)
     if seen is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} carries a state from token to token, and completions cannot share a prompt's",
+            f"{type(module).__name__} carries a state from token to token, so completions cannot share a prompt",
             hint="pack each completion with its own prompt",
         )
     lengths = [end - start for start, end in pairwise(cu_seq_lens_q.tolist())]

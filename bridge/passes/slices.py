@@ -1,16 +1,16 @@
-"""Context parallelism: a pack is cut into slices of consecutive tokens, one for each rank of a group.
+"""Context parallelism: a pack is cut into slices of consecutive tokens, one slice per rank of a group.
 
-Everything but attention treats each token on its own. Attention needs whole sequences, but treats each head on its own:
-before it the ranks exchange all heads of a slice for some heads of all tokens, and after it back. A pack's gradient is
-the sum over the ranks, which the optimizer adds up as it does those of replicas.
+Everything except attention treats each token independently. Attention needs full sequences, but treats each head
+independently: before attention the ranks exchange all heads of a slice for some heads of all tokens, and afterwards
+they exchange them back. A pack's gradient is the sum over these ranks; the optimizer sums it as it does for replicas.
 
-Each rank computes its own tokens' log-probabilities, and receives the others': all have those of the whole pack, and
-compute its loss. In the backward pass each rank uses the gradient of its own tokens.
+Each rank computes the log-probabilities of its own tokens and receives those of all others, so that every rank has the
+full pack's and computes its loss. In the backward pass each rank uses the gradient of its own tokens.
 
-Not covered: attention itself (`attention.py`), the proof of a model (`parallel_proof.py`).
+Not covered: attention itself (`attention.py`), checking a model (`parallel_proof.py`).
 Source: the exchange is that of DeepSpeed-Ulysses (arXiv 2309.14509).
-Shape suffixes: C slices, T tokens of the pack, L tokens of a slice, N rows of the pack, M of them in this rank's
-slice, A attention heads, K key-value heads, X either or anything, D size of a head, H hidden size.
+Shape suffixes: C slices, T tokens of the pack, L tokens of a slice, N rows of the pack, M rows in this rank's slice, A
+attention heads, K key-value heads, X any dimensions, D head size, H hidden size.
 """
 
 import math
@@ -31,14 +31,15 @@ from bridge.passes.recurrence import is_stateful
 from bridge.ranks.world import Ranks
 
 gather: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-"""torch 2.13 renamed it."""
+"""The functional all-gather, which torch 2.13 renamed."""
 HINT = "leave out --context-parallel-size"
 
 
 class Slices(NamedTuple):
-    """Into how many slices packs are cut, and which of them is this rank's.
+    """The number of slices that packs are cut into, and this rank's slice.
 
-    The last sequence of a pack is padded, so that slices have one length: no other token attends to the padding.
+    The last sequence of a pack is padded so that all slices have the same length; no other token attends to the
+    padding.
     """
 
     group: str
@@ -48,16 +49,16 @@ class Slices(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return C."""
+        """Return the number of slices, C."""
         return len(self.is_own)
 
     @property
     def rank(self) -> int:
-        """Return the number of this rank's slice."""
+        """Return the index of this rank's slice."""
         return self.is_own.index(True)
 
     def length(self, num_tokens: int) -> int:
-        """Return the tokens of a slice: L of T."""
+        """Return the number of tokens in each slice (L), given T in total."""
         return -(-num_tokens // self.size)
 
     def own(self, x_TX: Tensor, dim: int = 0) -> Tensor:
@@ -66,7 +67,7 @@ class Slices(NamedTuple):
         return _padded(x_TX, self.size * length, dim).narrow(dim, self.rank * length, length)
 
     def padded(self, spans: Spans, num_tokens: int) -> Spans:
-        """Return the spans of a pack with the padding at the end of the last one."""
+        """Return the spans of a pack, the last one extended by the padding."""
         lacking = self.size * self.length(num_tokens) - num_tokens
         if not lacking:
             return spans
@@ -78,12 +79,13 @@ class Slices(NamedTuple):
         return Spans(starts_S1=starts_S1, longest=spans.longest + lacking, seen=seen)
 
     def joined(self, own_LX: Tensor, num_tokens: int) -> Tensor:
-        """Return the tokens of all slices; backward, this rank's part of the gradient: [L, ...] -> [T, ...]."""
+        """Gather the tokens of all slices: [L, ...] -> [T, ...]; backward takes this rank's slice of the gradient."""
         return _joined(own_LX, self)[:num_tokens]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's heads of all tokens, and the key-value heads that they need, with repetitions if uneven.
+        """Return this rank's query heads for all tokens, and the key-value heads that they need.
 
+        Key-value heads are repeated if they do not divide evenly.
         Shapes: [1, A, L, D], [1, K, L, D] x 2 -> [1, A / C, T, D], [1, some, T, D] x 2.
         """
         num_heads = query.shape[1]
@@ -96,11 +98,11 @@ class Slices(NamedTuple):
         return own_query, own_key, own_value
 
     def own_heads(self, of_heads_A: Tensor) -> Tensor:
-        """Return what this rank's heads have of something that every head has: [A] -> [A / C]."""
+        """Select the values of this rank's heads from one value per head: [A] -> [A / C]."""
         return of_heads_A.chunk(self.size)[self.rank]
 
     def to_tokens(self, output_1TAD: Tensor) -> Tensor:
-        """Return all heads of this rank's tokens, given its heads of all tokens: [1, T, A / C, D] -> [1, L, A, D]."""
+        """Exchange this rank's heads of all tokens for all heads of its own: [1, T, A / C, D] -> [1, L, A, D]."""
         received_CLAD = _exchanged(output_1TAD[0].unflatten(0, (self.size, -1)), self.group)
         return received_CLAD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
@@ -111,10 +113,10 @@ class Slices(NamedTuple):
 
 
 class Rows:
-    """The rows of a cut pack, positions that predict a sampled token, by the slice in which they are."""
+    """The rows of a sliced pack (positions that predict a sampled token), grouped by slice."""
 
     def __init__(self, slices: Slices, batch: MicroBatch) -> None:
-        """Sort them, which waits for the device."""
+        """Group the rows; this waits for the device."""
         self._slices = slices
         length = slices.length(len(batch.tokens_T))
         slices_N = batch.rows_N // length
@@ -127,12 +129,12 @@ class Rows:
             targets_N=batch.targets_N[own_M],
             kept=None if batch.kept is None else Kept(*(of_rows_N[own_M] for of_rows_N in batch.kept)),
         )
-        """The pack with the rows of this rank's slice alone, as places in it."""
+        """The pack with only the rows of this rank's slice, as indices in that slice."""
 
     def of_all(self, logprobs_M: Tensor, entropies_M: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies (without gradient) of all ranks' rows: [M] x 2 -> [N] x 2.
 
-        All ranks compute the same with them, so in the backward pass each uses the gradient of its own rows.
+        All ranks compute the same loss from the result, so in the backward pass each uses the gradient of its own rows.
         """
         most = max(self._counts)
         own_2 = _padded(torch.stack([logprobs_M, entropies_M], dim=1), most, 0)
@@ -142,10 +144,11 @@ class Rows:
 
 
 def cut(model: PreTrainedModel, group: Ranks) -> Slices:
-    """Return how the packs of `model` are cut among the ranks of `group`; all of them compute the same packs.
+    """Return how the packs of `model` are sliced among the ranks of `group`, which all compute the same packs.
 
     Raises:
-        UnsupportedModelError: its attention heads cannot be divided, or it carries a state from token to token.
+        UnsupportedModelError: the attention heads cannot be divided evenly, or a layer carries a state from token to
+            token.
     """
     num_heads = model.config.get_text_config().num_attention_heads
     name = type(model).__name__
@@ -156,37 +159,37 @@ def cut(model: PreTrainedModel, group: Ranks) -> Slices:
         )
     if any(map(is_stateful, model.get_decoder().modules())):
         raise UnsupportedModelError(
-            f"{name} carries a state from token to token, which --context-parallel-size cannot cut", hint=HINT
+            f"{name} carries a state from token to token, which --context-parallel-size does not support", hint=HINT
         )
     is_own = tuple(number == group.rank for number in range(group.world_size))
     return Slices(group.process_group.group_name, is_own)
 
 
 def _longer(starts_S1: Tensor, lacking: int) -> Tensor:
-    """Return where spans begin if the last one is longer."""
+    """Return the starts of spans, with `lacking` tokens added to the last span."""
     return torch.cat([starts_S1[:-1], starts_S1[-1:] + lacking])
 
 
 def _padded(x: Tensor, size: int, dim: int) -> Tensor:
-    """Pad the tensor with zeros to this size."""
+    """Pad the tensor with zeros to `size` elements along `dim`."""
     lacking = size - x.shape[dim]
     return functional.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, lacking)) if lacking else x
 
 
 def _exchanged(blocks_CX: Tensor, group: str) -> Tensor:
-    """Send each rank its block, and return those of all ranks for this one."""
+    """Send each rank its block, and return the blocks that all ranks sent to this one."""
     received: Tensor = _Exchange.apply(blocks_CX, group)  # type: ignore[no-untyped-call]
     return received
 
 
 def _joined(own_LX: Tensor, slices: Slices) -> Tensor:
-    """Return every rank's tensor of this shape after each other."""
+    """Concatenate the tensors of all ranks, which have the same shape."""
     received: Tensor = _Join.apply(own_LX, slices)  # type: ignore[no-untyped-call]
     return received
 
 
 class _Exchange(torch.autograd.Function):
-    """The gradient of a block that a rank sent is with the rank that received it: backward is the same exchange."""
+    """Exchanges blocks; a block's gradient is on the rank that received it, so backward is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, blocks_CX: Tensor, group: str) -> Tensor:
@@ -201,7 +204,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """All ranks compute the same with the result: backward, a rank's own part is the whole gradient of what it gave."""
+    """Gathers tensors; all ranks compute the same from the result, so backward takes this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, own_LX: Tensor, slices: Slices) -> Tensor:

@@ -1,4 +1,4 @@
-"""Images in packed sequences: the same as in transformers' own model, for each family whose images are proved.
+"""Images in packed sequences compute the same as in transformers' own model, for each family with tested images.
 
 Not covered: the processor (`tests/unit/rollouts/test_encoded_prompts.py`), vLLM (`tests/cpu/test_images.py`).
 """
@@ -204,9 +204,9 @@ def _without_deepstack(*args: Any, original: Any = image_embeddings.inputs) -> A
 
 
 FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "positions": ("positions", _text_positions, "tokens have other positions"),
+    "positions": ("positions", _text_positions, "the positions of tokens differ"),
     "order": ("features", _other_order, "embeddings differ by"),
-    "deepstack": ("inputs", _without_deepstack, "its decoder takes deepstack_visual_embeds"),
+    "deepstack": ("inputs", _without_deepstack, "its decoder gets deepstack_visual_embeds"),
 }
 
 
@@ -248,5 +248,5 @@ def test_image_proof_refuses_a_different_signature() -> None:
     sample = Sample(
         prompt_token_ids=ids, token_ids=(7,), images=shown, sampled_logprobs=zero, advantages=zero, weight=1.0
     )
-    with pytest.raises(UnsupportedModelError, match="Mistral3ForConditionalGeneration treats images in another way"):
+    with pytest.raises(UnsupportedModelError, match="Mistral3ForConditionalGeneration treats images differently"):
         PreparedModel(made).prove_images([sample])

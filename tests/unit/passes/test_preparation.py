@@ -194,7 +194,7 @@ def test_weights_that_hardly_attend_are_not_refused() -> None:
         for parameter in model.parameters():
             parameter.uniform_(-1e-3, 1e-3, generator=generator)
     _, (note,) = noted(model)
-    assert note.startswith("attention hardly matters with these weights: packed, hidden states differ by ")
+    assert note.startswith("attention hardly matters with these weights: hidden states differ by ")
     assert model.config._attn_implementation == attention.NAME
 
 
@@ -468,7 +468,7 @@ def test_layer_with_graph_breaks_is_called_again(monkeypatch: pytest.MonkeyPatch
     for layer in model.model.layers:
         layer.mlp.act_fn = Uncompiled()
     prepared, (note,) = noted(model, compile_layers=True, gradient_checkpointing=True)
-    assert note == "layers are not compiled: they are recomputed, and torch makes several graphs of one"
+    assert note == "layers are not compiled: they are recomputed, and torch splits a layer into several graphs"
     assert model.is_gradient_checkpointing
     calls.clear()
     assert_close(gradients(prepared), expected)
@@ -489,7 +489,7 @@ def test_a_recomputed_layer_draws_the_same_numbers(
     expected = seeded_gradients(prepared)
     layers.compile_layers(model)
     recompute_activations(prepared)
-    assert caplog.messages == ["layers are not compiled: they are recomputed, and draw random numbers"]
+    assert caplog.messages == ["layers are not compiled: they are recomputed, and they draw random numbers"]
     assert_close(seeded_gradients(prepared), expected)
 
 
@@ -568,7 +568,7 @@ def on_a_gpu(model_type: str) -> Any:
 
 
 def test_liger_kernel_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"--liger-kernel cannot be used: its kernels run only on a GPU"):
+    with pytest.raises(UsageError, match=r"--liger-kernel cannot be used: Liger kernels run only on a GPU"):
         layers.use_liger_kernel(llama())
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"liger-kernel is not installed") as caught:
@@ -588,7 +588,7 @@ def test_liger_kernel_is_applied_without_its_losses(
     model = on_a_gpu("llama")
     layers.use_liger_kernel(model)
     assert applied == [{"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
-    with pytest.raises(UsageError, match=r"it does not support other models"):
+    with pytest.raises(UsageError, match=r"Liger does not support other models"):
         layers.use_liger_kernel(on_a_gpu("other"))
 
 

@@ -207,7 +207,7 @@ def own_attention(ranks: Ranks) -> None:
 
 def test_attention_that_is_not_ours_is_refused() -> None:
     for error in on_ranks(2, own_attention, cp_size=2):
-        assert "computes attention in its own way" in str(error)
+        assert "LlamaForCausalLM uses its own attention" in str(error)
 
 
 def learnt(ranks: Ranks, groups: list[Any], choices: dict[str, Any]) -> dict[str, Any]:
