@@ -232,7 +232,13 @@ class Steps:
             factors = Adapter(model, config.lora, seed=config.seed, base_name=size).lr_factors()
         opened = OpenedModel(model=model, device=self._device, lr_factors=factors, open_s=0, weight_bytes=0)
         prepared = prepared_of(config.compute, opened, ranks=ranks)
-        trainable = trainable_of(config, opened, prepared, ranks=ranks)
+        trainable = trainable_of(
+            opened, prepared,
+            compute=config.compute, optimizer=config.optimizer, lr=config.learning_rate, loss=config.loss,
+            sampling=config.sampling, batch_size=config.rollouts.batch_size, replicas=config.replicas,
+            hosts=config.hosts, seed=config.seed, has_adapter=config.mode == "lora_only",
+            model_name=config.model_name, ranks=ranks,
+        )  # fmt: skip
         schedule = factory.schedule(config.optimizer, config.training_steps)
         self._learner = Learner(trainable, LossSpec.of(config.loss), schedule)
         self._batch = batch

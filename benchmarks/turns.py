@@ -183,7 +183,11 @@ def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *
     counted = partial(Counted, turns=turns, tokens=options.turns * options.tokens // turns)
     calling = partial(Calling, tool_s=options.tool_ms / 1e3)
     with patch.object(open_stream, "Sampler", counted), patch.object(open_stream, "Conversation", calling):
-        return open_stream.open_stream(config, registry.load(config.task))
+        return open_stream.open_stream(
+            config.model_name, registry.load(config.task),
+            chosen=config.task, sampling=config.sampling, rollouts=config.rollouts, evaluation=config.evaluation,
+            seed=config.seed,
+        )  # fmt: skip
 
 
 def sample(stream: EnvironmentStream, options: argparse.Namespace, turns: int, number: int) -> None:

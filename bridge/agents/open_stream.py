@@ -10,7 +10,7 @@ from bridge.agents.agent_runs import AgentRuns, conversations
 from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Recorder
 from bridge.agents.trajectories import Trajectories
-from bridge.config import TaskConfig, TrainConfig
+from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig, TaskConfig
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.encoded_prompts import Prompts
 from bridge.rollouts.groups import Completions, GroupSampler
@@ -51,43 +51,49 @@ def group_sampler(
 
 
 def open_stream(
-    config: TrainConfig,
-    environment: Environment | None,
+    model_name: str,
+    environment: Environment,
     *,
-    run_name: str = "",  # noqa: ARG001  only other sources report it
+    chosen: TaskConfig,
+    sampling: SamplingConfig,
+    rollouts: RolloutConfig,
+    evaluation: EvaluationConfig,
+    seed: int,
+    hosts: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
     ranks: Ranks = ALONE,
 ) -> EnvironmentStream:
-    """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share."""
-    assert environment is not None, "nothing to sample for"
+    """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share.
+
+    `hosts` is on how many hosts the ranks are.
+    """
     task = Task.of(environment)
-    rollouts = config.rollouts
-    processes = config.task.reward_processes
+    processes = chosen.reward_processes
     if not (task.in_workers and ranks.is_tp_rank_zero):  # else another rank samples and scores
         processes = 0
     elif processes is None and task.interaction != "completion":  # one for each trajectory that runs at once
-        at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * config.hosts)
+        at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * hosts)
         processes = max(1, at_once // ranks.dp_size)
-    tokenizer = skeleton.tokenizer(config.model_name)
-    sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))
+    tokenizer = skeleton.tokenizer(model_name)
+    sampler = Sampler(sampling, vocabulary=Vocabulary.of(tokenizer, model_name))
     with ExitStack() as undo:
         scorer = Scorer(
             task.recipe,
             processes=processes,
-            timeout_s=config.task.reward_timeout_s,
+            timeout_s=chosen.reward_timeout_s,
             tool_timeout_s=rollouts.tool_timeout_s,
-            variables=config.task.worker_env,
+            variables=chosen.worker_env,
             call_here=sampler.loop.call_here,
         )
         undo.callback(scorer.close)
         groups = group_sampler(
-            config.model_name, config.task, task, tokenizer, sampler, scorer,
+            model_name, chosen, task, tokenizer, sampler, scorer,
             max_turns=rollouts.max_turns, pass_size=ranks.pass_size,
         )  # fmt: skip
         stream = EnvironmentStream(
             task, groups, sampler, scorer,
-            rollouts=rollouts, sampling=config.sampling, evaluation=config.evaluation, seed=config.seed,
-            max_unscored_share=config.task.max_unscored_share, progress=progress, ranks=ranks,
+            rollouts=rollouts, sampling=sampling, evaluation=evaluation, seed=seed,
+            max_unscored_share=chosen.max_unscored_share, progress=progress, ranks=ranks,
         )  # fmt: skip
         undo.pop_all()
     return stream

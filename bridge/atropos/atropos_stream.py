@@ -9,20 +9,20 @@ Of several ranks the first one talks to the API, and sends every batch to all; e
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import torch
 
 from bridge.atropos.api import NO_TRAINER, AtroposApi, ScoredGroup, TrainerInfo
 from bridge.atropos.scored_groups import flaws, ignored, left_out, to_train_on
-from bridge.config import TrainConfig
+from bridge.config import CheckpointConfig, EvaluationConfig, LossConfig, RolloutConfig, SamplingConfig
 from bridge.core.logs import info_once
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
-from bridge.types import Environment, Group, TrainedProblems
+from bridge.types import Group, TrainedProblems
 from bridge.weights import skeleton
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,22 @@ class AtroposStream:
 
     def __init__(
         self,
-        config: TrainConfig,
-        environment: Environment | None,  # noqa: ARG002  the environments are elsewhere
+        model_name: str,
         *,
+        rollouts: RolloutConfig,
+        sampling: SamplingConfig,
+        loss: LossConfig,
+        evaluation: EvaluationConfig,
+        checkpoints: CheckpointConfig,
+        training_steps: int,
+        max_unscored_share: float,
         run_name: str,
-        progress: Callable[[int, int], None] = lambda *_: None,  # noqa: ARG002
         ranks: Ranks = ALONE,
     ) -> None:
         """Check the API before anything that takes long; environments group their own runs under `run_name`.
+
+        The API gets `training_steps` and the folder of `checkpoints`. What `loss` and `evaluation` choose in vain is
+        logged.
 
         Raises:
             AtroposError: the API does not answer.
@@ -67,7 +75,11 @@ class AtroposStream:
         """
         self.num_retries = 0
         """Retries of the last step, including requests for a batch that the API lost."""
-        self._config = config
+        self._rollouts = rollouts
+        self._sampling = sampling
+        self._checkpoints = checkpoints
+        self._training_steps = training_steps
+        self._max_unscored_share = max_unscored_share
         self._run_name = run_name
         self._ranks = ranks
         self._left_out: Counter[str] = Counter()
@@ -76,19 +88,19 @@ class AtroposStream:
         """The next step's: they are kept if another rank's server is gone, until it was started again."""
         self._longest: int | None = None
         """Tokens of the longest sequence; known once the trainer is registered, which takes a server."""
-        api = AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries)
+        api = AtroposApi(rollouts.atropos_url, max_retries=sampling.max_retries)
         with closing(api):
-            ranks.run_on_rank_zero(lambda: _refuse_others(api, batch_size=config.rollouts.batch_size))
-        tokenizer = skeleton.tokenizer(config.model_name)
+            ranks.run_on_rank_zero(lambda: _refuse_others(api, batch_size=rollouts.batch_size))
+        tokenizer = skeleton.tokenizer(model_name)
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
-        self._model = skeleton.build(config.model_name, torch.bfloat16).config.get_text_config()
-        if config.evaluation.samples:
+        self._model = skeleton.build(model_name, torch.bfloat16).config.get_text_config()
+        if evaluation.samples:
             logger.info("--eval-samples is ignored: Atropos' environments evaluate by themselves")
-        if config.loss.mask_truncated:
+        if loss.mask_truncated:
             logger.info(
                 "--mask-truncated is ignored: Atropos' environments do not report which completions were truncated"
             )
-        self._api = AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries)
+        self._api = AtroposApi(rollouts.atropos_url, max_retries=sampling.max_retries)
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
         self._server_url = endpoint.url
@@ -139,8 +151,8 @@ class AtroposStream:
         while not self._ranks.is_rank_zero:
             yield None
             self._check_server()
-        batch_size = self._config.rollouts.batch_size
-        limit_s = self._config.rollouts.atropos_timeout_s
+        batch_size = self._rollouts.batch_size
+        limit_s = self._rollouts.atropos_timeout_s
         begun = checked = time.monotonic()
         pause_s = SHORTEST_PAUSE_S
         report_s = FIRST_REPORT_S
@@ -195,8 +207,8 @@ class AtroposStream:
             UsageError: the API keeps another trainer's settings.
         """
         longest, whose = longest_sequence(self._server_url, getattr(self._model, "max_position_embeddings", None))
-        checkpoints = self._config.checkpoints
-        batch_size = self._config.rollouts.batch_size
+        checkpoints = self._checkpoints
+        batch_size = self._rollouts.batch_size
         assert checkpoints.save_path is not None, "derived from the run directory"
         max_token_len = longest + 1  # environments leave out what is as long as this
         is_first = self._api.info().batch_size == NO_TRAINER
@@ -208,7 +220,7 @@ class AtroposStream:
                 checkpoint_dir=str(checkpoints.save_path.absolute()),
                 save_checkpoint_interval=checkpoints.save_interval,
                 starting_step=step - 1,
-                num_steps=self._config.training_steps,
+                num_steps=self._training_steps,
             )
         _refuse_others(self._api, is_registered=True, batch_size=batch_size, max_token_len=max_token_len)
         how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
@@ -239,14 +251,14 @@ class AtroposStream:
                 logger.info(f"a group{whose} is left out: {fault}; others of this kind are counted")
         unscored = [completion for group in bad for completion in group.unscored]
         num_sequences = sum(len(scored.tokens) for scored in batch)
-        if len(unscored) > self._config.task.max_unscored_share * num_sequences:
+        if len(unscored) > self._max_unscored_share * num_sequences:
             raise RewardError(
                 f"{len(unscored)} of the {num_sequences} sequences of a batch are in groups that cannot be used;"
                 f" in the last, {unscored[-1].fault}",
                 hint="fix the environment that sends them, or raise --max-unscored-share",
             )
         for scored in good:
-            for line in ignored(scored, temperature=self._config.sampling.temperature):
+            for line in ignored(scored, temperature=self._sampling.temperature):
                 info_once(logger, line)
         return [*(to_train_on(scored, self._decode) for scored in good), *bad]
 
@@ -323,6 +335,3 @@ def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
                 " the environment; restart run-api for it, and then the environments"
             )
     return reason, hint
-
-
-open_stream = AtroposStream

@@ -98,7 +98,8 @@ def feed(
     """
     urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
     lengths = [length for url in urls if (length := max_model_len(url))]
-    config = fit_completions(config, min(lengths, default=None))
+    sampling = fit_completions(config.sampling, min(lengths, default=None))
+    config = config.model_copy(update={"sampling": sampling})
     tokenizer = skeleton.tokenizer(config.model_name)
     task = config.task
     sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))

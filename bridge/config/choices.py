@@ -107,6 +107,10 @@ class Config(Section):
         *sections, field = self.choices()[key].path
         return field in reduce(getattr, sections, self).model_fields_set
 
+    def given(self) -> dict[str, Any]:
+        """Return the choices that the user made, by key."""
+        return {key: self.get(key) for key in self.choices() if self.was_given(key)}
+
     def changed(self, **choices: Any) -> Self:
         """Return a copy with other values for these keys, which are not checked."""
         nested = self._nested(choices)

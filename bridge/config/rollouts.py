@@ -1,8 +1,8 @@
 """Choices of what is sampled, and how: sections of every command that samples rollouts, and all of `bridge env`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -70,22 +70,6 @@ def _json_object(example: str, *, reserved: Collection[str] = (), optional: bool
         return parsed
 
     return BeforeValidator(parse)
-
-
-class Source(NamedTuple):
-    """Where rollouts come from."""
-
-    module: str
-    """Its function `open_stream` opens the stream; imported once a run needs it."""
-    samples_here: bool
-    """Whether the run samples its own problems; otherwise others sample from its servers, at ports that they know."""
-
-
-SOURCES: Mapping[str, Source] = {
-    "environment": Source("bridge.agents.open_stream", samples_here=True),
-    "atropos": Source("bridge.atropos.atropos_stream", samples_here=False),
-}
-"""`--rollouts` -> what it means; a new one is a name in `RolloutConfig.source`, a row here and a module."""
 
 
 class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
@@ -201,7 +185,8 @@ class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "ro
 
     @property
     def samples_here(self) -> bool:
-        return SOURCES[self.source].samples_here
+        """Return whether the run samples its own problems; else others sample from its servers, at known ports."""
+        return self.source == "environment"
 
 
 class FeedConfig(Config):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from bridge.config import OptimizerConfig, TrainConfig
+from bridge.config import ComputeConfig, LoraConfig, OptimizerConfig
 from bridge.core.concurrency import end_thread
 from bridge.core.interrupt import COMPILER, deferred_interrupt, wait_until
 from bridge.errors import with_class
@@ -24,9 +24,17 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def compiling_ahead(
-    stand_in: Callable[[], PreTrainedModel | None], config: TrainConfig, ranks: Ranks = ALONE
+    stand_in: Callable[[], PreTrainedModel | None],
+    compute: ComputeConfig,
+    optimizer: OptimizerConfig,
+    *,
+    lora: LoraConfig | None,
+    temperature: float,
+    ranks: Ranks = ALONE,
 ) -> Iterator[None]:
     """Compile the training step on a stand-in while the block waits for vLLM; the learner finds the code in memory.
+
+    With `lora` an adapter is trained, else all weights.
 
     vLLM compares what is free when it starts and when it has loaded: a stand-in takes its memory before the block, and
     torch's allocator keeps it until the end. An error costs only time.
@@ -40,11 +48,11 @@ def compiling_ahead(
             if model is None:
                 return
             with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-                if config.mode == "lora_only":
-                    Adapter(model, config.lora, seed=0, base_name="")
+                if lora is not None:
+                    Adapter(model, lora, seed=0, base_name="")
                 with _unlogged(preparation.logger, packing_proof.logger):
-                    prepared = preparation.prepare(model, config.compute)
-                _compile_step(prepared, config.optimizer, config.sampling.temperature, ranks)
+                    prepared = preparation.prepare(model, compute)
+                _compile_step(prepared, optimizer, temperature, ranks)
         except Exception as error:  # noqa: BLE001  the real model raises it again, if it is not the stand-in's
             logger.info(f"the trainer's code is compiled when training begins: {with_class(error)}")
         finally:

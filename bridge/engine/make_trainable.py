@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.checkpoints.optimizer_state import WholeState
-from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
+from bridge.config import ComputeConfig, LossConfig, OptimizerConfig, SamplingConfig
 from bridge.engine.reference import open_reference
 from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, UsageError, first_line
@@ -54,58 +54,71 @@ def prepared_of(
 
 
 def trainable_of(
-    config: TrainConfig,
     opened: OpenedModel,
     prepared: PreparedModel,
     *,
+    compute: ComputeConfig,
+    optimizer: OptimizerConfig,
+    lr: float,
+    loss: LossConfig,
+    sampling: SamplingConfig,
+    batch_size: int,
+    replicas: int,
+    hosts: int,
+    seed: int,
+    has_adapter: bool,
+    model_name: str,
     max_model_len: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Trainable:
     """Return a prepared model with its optimizer, its budget and the reference that the loss needs.
 
+    A step trains on `batch_size` completions, shared among `replicas` on `hosts`. With `has_adapter` an adapter is
+    trained, else all weights. `seed` is that of stochastic rounding, and errors name `model_name`.
+
     Raises:
         UsageError: it does not fit.
         UnsupportedModelError: the reference cannot be prepared like the model.
     """
-    model, lr, has_adapter = opened.model, config.learning_rate, config.mode == "lora_only"
+    model = opened.model
     weights = {name: model.get_parameter(name) for name in opened.lr_factors}
-    _log_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights")
+    _log_rates(optimizer, lr, "an adapter" if has_adapter else "all weights")
     groups = [
-        factory.scaled_group(weights[name], factor, lr=lr, weight_decay=config.optimizer.weight_decay)
+        factory.scaled_group(weights[name], factor, lr=lr, weight_decay=optimizer.weight_decay)
         for name, factor in opened.lr_factors.items()
     ]
     replicated = NOTHING if prepared.parallel is None else _replicated(model, prepared.parallel)
-    optimizer = factory.make(config.optimizer, groups, seed=config.seed, ranks=ranks, replicated=replicated)
+    made = factory.make(optimizer, groups, seed=seed, ranks=ranks, replicated=replicated)
     try:
-        optimizer.allocate()
+        made.allocate()
         reference = open_reference(
-            config.loss, config.compute, prepared, opened.device,
+            loss, compute, prepared, opened.device,
             has_adapter=has_adapter, max_model_len=max_model_len, ranks=ranks,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the optimizer's state does not fit beside the server: {first_line(error)}",
-            hint=f"bridge plan --model {shlex.quote(config.model_name)} shows what fits: a lower"
+            hint=f"bridge plan --model {shlex.quote(model_name)} shows what fits: a lower"
             " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error
     budget = Budget(
-        prepared, config.compute, config.optimizer,
-        temperature=config.sampling.temperature,
-        num_groups=config.rollouts.batch_size // config.sampling.group_size,
-        replicas=config.replicas,
+        prepared, compute, optimizer,
+        temperature=sampling.temperature,
+        num_groups=batch_size // sampling.group_size,
+        replicas=replicas,
         share_prompts=prepared.shares_prompts and (reference is None or reference.shares_prompts),
         parts=ranks.pass_group,
-        neighbors=ranks.world_size // config.hosts,
+        neighbors=ranks.world_size // hosts,
     )  # fmt: skip
     return Trainable(
         prepared,
+        made,
         optimizer,
-        config.optimizer,
         budget,
         lr=lr,
         weights=weights,
-        state=_state(opened, optimizer, weights, ranks),
-        sampling=config.sampling,
+        state=_state(opened, made, weights, ranks),
+        sampling=sampling,
         ranks=ranks,
         reference=reference,
     )

@@ -148,7 +148,8 @@ class Policy:
         """The mode: how weights reach the server."""
         try:
             lengths = [length for length in self.ranks.all_gather_object(self.mode.max_model_len) if length is not None]
-            self.config = fit_completions(config, min(lengths, default=None))
+            sampling = fit_completions(config.sampling, min(lengths, default=None))
+            self.config = config.model_copy(update={"sampling": sampling})
             """The choices, with completions that fit the server's sequences."""
         except BaseException:
             self.mode.close()
@@ -269,9 +270,14 @@ class Policy:
             UnsupportedModelError: as `prepared`.
         """
         self._refuse_to_write()
+        config = self.config
         return trainable_of(
-            self.config, self.opened, self.prepared, max_model_len=self.mode.max_model_len, ranks=self.ranks
-        )
+            self.opened, self.prepared,
+            compute=config.compute, optimizer=config.optimizer, lr=config.learning_rate, loss=config.loss,
+            sampling=config.sampling, batch_size=config.rollouts.batch_size, replicas=config.replicas,
+            hosts=config.hosts, seed=config.seed, has_adapter=config.mode == "lora_only", model_name=config.model_name,
+            max_model_len=self.mode.max_model_len, ranks=self.ranks,
+        )  # fmt: skip
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the trained parameters, for an optimizer: a tied parameter once."""

@@ -108,9 +108,8 @@ class Need:
         slices = config.context_parallel_size
         has_copy = config.mode == "none"
         weights = _weights(
-            size, num_ranks, config.lora if config.mode == "lora_only" else None,
-            has_copy=has_copy, has_reference=config.loss.reference_model is not None,
-        )  # fmt: skip
+            size, config.mode, config.lora, num_ranks, has_reference=config.loss.reference_model is not None
+        )
         num_sequences = slices * config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas
         tokens = _tokens(num_sequences, config.sampling, optimizer, config.compute, slices)
         state = _optimizer_state(
@@ -173,18 +172,18 @@ class _Weights(NamedTuple):
 
 
 def _weights(
-    size: ModelSize, num_ranks: int, lora: LoraConfig | None, *, has_copy: bool, has_reference: bool
+    size: ModelSize, mode: str, lora: LoraConfig, num_ranks: int = 1, *, has_reference: bool = False
 ) -> _Weights:
-    """Return what vLLM and the trainer hold of the model on one of `num_ranks` GPUs; `lora`: if it is adapted."""
+    """Return what vLLM and the trainer hold of the model on one of `num_ranks` GPUs in this `mode`."""
     of_one_rank = size.num_params / num_ranks
     adapter = copy = own = 0
-    if lora is not None:
+    if mode == "lora_only":
         adapter = lora.r * size.dimensions.adapted(experts=lora.has_experts)
         if lora.handover == "disk":
             own += adapter
             if num_ranks > 1:  # one process cannot train on parts, and has the whole base beside them
                 own += size.num_params
-    if has_copy:
+    if mode == "none":
         copy = size.num_params
         own += copy
     if has_reference:
@@ -195,6 +194,12 @@ def _weights(
         trained=adapter or copy or of_one_rank,
         trained_by_all=adapter or copy or size.num_params,
     )
+
+
+def host_state_bytes(size: ModelSize, optimizer: OptimizerConfig, mode: str, lora: LoraConfig, *, hosts: int) -> float:
+    """Return the bytes of an offloaded optimizer's state and master in the memory of one of the `hosts`."""
+    per_parameter = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
+    return _weights(size, mode, lora).trained_by_all * per_parameter.host / hosts
 
 
 class _Tokens(NamedTuple):

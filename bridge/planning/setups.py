@@ -71,28 +71,26 @@ def plan_rows(
 
     `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
     """
-    given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
+    given = {key: value for key, value in sorted(config.given().items()) if key in VARIED}
     setups = [{**trainer, **way} for trainer, ways in TRAINERS if trainer["mode"] in modes for way in ways]
-    agreeing = [{**choices, **given} for choices in setups if all(_agree(choices, *item) for item in given.items())]
-    agreeing = [choices for choices in agreeing if _can_train(config.changed(**choices), num_parts)]
-    if config.publishing.reload == "transfer":
-        agreeing = [choices for choices in agreeing if choices["trainer_device"] not in SERVERS_GPU]
-    if not agreeing:
+    rows = []
+    for choices in setups:
+        if not all(_agree(choices, *item) for item in given.items()):
+            continue
+        chosen = {**choices, **given}
+        setup = config.changed(**chosen)
+        if num_parts > 1 and not setup.trains_in_server:
+            continue
+        if combinations.error(setup, tensor_parallel_size=num_parts) is not None:
+            continue
+        if setup.publishing.reload == "transfer" and chosen["trainer_device"] in SERVERS_GPU:
+            continue
+        need = Need.of(size, setup, gpu_bytes=limits.gpu_bytes, host_bytes=limits.host_bytes, num_ranks=num_gpus)
+        rows.append(_row(need, chosen, limits, setup.publishing.kv_sleep))
+    if not rows:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
         raise UsageError(f"no setup has all of {flags}", hint="omit one of these flags")
-    rows = []
-    for choices in agreeing:
-        setup = config.changed(**choices)
-        need = Need.of(size, setup, gpu_bytes=limits.gpu_bytes, host_bytes=limits.host_bytes, num_ranks=num_gpus)
-        rows.append(_row(need, choices, limits, setup.publishing.kv_sleep))
     return rows
-
-
-def _can_train(setup: TrainConfig, num_parts: int) -> bool:
-    """Return whether a setup can train each replica in `num_parts`, and no two of its choices exclude each other."""
-    if num_parts > 1 and not setup.trains_in_server:
-        return False
-    return combinations.error(setup, tensor_parallel_size=num_parts) is None
 
 
 def _agree(choices: Choices, field: str, value: Any) -> bool:
@@ -130,20 +128,29 @@ def _row(need: Need, choices: Choices, limits: Limits, kv_sleep: str) -> Row:
     )
 
 
-def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
-    """Return the command that trains as in `row`, with every other choice given in `config`."""
+def command(row: Row, size: ModelSize, serve: ServeConfig, given: Choices, sequence_tokens: int) -> str:
+    """Return the command that trains as in `row`, with every other choice that was `given`.
+
+    `sequence_tokens` are those of a prompt and its completion.
+    """
     parts = ["bridge", "run", "--model", serve.model, *row.flags]
-    parts += ["--quantization", serve.quantization] if serve.quantization else []
-    in_parts = serve.tensor_parallel_size > 1
-    parts += ["--tensor-parallel-size", str(serve.tensor_parallel_size)] if in_parts else []
-    parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.publishing.kv_sleep)
-    for key in sorted(config.choices().keys() - VARIED - {"model_name", "kv_sleep"}):
-        parts += _flag(key, config.get(key)) if config.was_given(key) else ()
-    parts += ["--rendezvous", "HOST:PORT"] if config.hosts > 1 and config.rendezvous is None else []
+    if serve.quantization:
+        parts += ["--quantization", serve.quantization]
+    if serve.tensor_parallel_size > 1:
+        parts += ["--tensor-parallel-size", str(serve.tensor_parallel_size)]
+    if row.verdict == "fits asleep":
+        parts += ["--kv-sleep", "always"]
+    elif "kv_sleep" in given:
+        parts += _flag("kv_sleep", given["kv_sleep"])
+    for key in sorted(given.keys() - VARIED - {"model_name", "kv_sleep"}):
+        parts += _flag(key, given[key])
+    if given.get("hosts", 1) > 1 and given.get("rendezvous") is None:
+        parts += ["--rendezvous", "HOST:PORT"]
     longest = serve.max_model_len or size.max_tokens or 0
     if longest > row.kv_tokens:  # vLLM does not start if its KV cache cannot hold one sequence
-        longest = max(2 ** (row.kv_tokens.bit_length() - 1), memory.sequence_tokens(config.sampling))
-    parts += ["--max-model-len", str(longest)] if longest != size.max_tokens else []
+        longest = max(2 ** (row.kv_tokens.bit_length() - 1), sequence_tokens)
+    if longest != size.max_tokens:
+        parts += ["--max-model-len", str(longest)]
     return shlex.join(parts)
 
 

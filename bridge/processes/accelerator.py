@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 from bridge.checks import software
 from bridge.checks.software import INSTALL, Device
-from bridge.config import DeviceChoice, ServeConfig, TrainConfig
+from bridge.config import DeviceChoice, LoraConfig, OptimizerConfig, ServeConfig, TrainConfig
 from bridge.core.host_memory import left_bytes
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB, Need
 from bridge.planning.model_size import ModelSize
-from bridge.types import Quantization
 
 UNKNOWN_SHARE = 0.45
 """Share of the GPU for a model of unknown size."""
@@ -91,23 +90,20 @@ class MemoryShare(NamedTuple):
     """Source of the value."""
 
 
-def derive(
-    model: str,
-    *,
-    gpu_bytes: int,
-    tensor_parallel_size: int,
-    trainer: TrainConfig = FULL,
-    max_model_len: int | None = None,
-    quantization: Quantization | None = None,
-) -> MemoryShare:
-    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model` and the choices of its `trainer`.
+def derive(serve: ServeConfig, trainer: TrainConfig = FULL, *, gpu_bytes: int | None = None) -> MemoryShare:
+    """Derive vLLM's share of a GPU from the size of the model and the choices of its `trainer`.
 
-    With `quantization` it holds FP8 made of the weights, too.
+    `gpu_bytes` is the GPU's memory; None: that of the smallest visible one.
     """
+    if gpu_bytes is None:
+        gpu_bytes = min(gpu_memory_bytes())
+    tensor_parallel_size = serve.tensor_parallel_size
     try:
-        size = ModelSize.of(model).quantized(quantization)
+        size = ModelSize.of(serve.model).quantized(serve.quantization)
     except UsageError as error:
-        return MemoryShare(UNKNOWN_SHARE, f"the size of {model} is not known before it is loaded: {error.message}")
+        return MemoryShare(
+            UNKNOWN_SHARE, f"the size of {serve.model} is not known before it is loaded: {error.message}"
+        )
     if trainer.trains_in_server:
         trainer = trainer.changed(gpus=max(1, trainer.gpus // tensor_parallel_size))  # replicas
     need = Need.of(size, trainer, gpu_bytes=gpu_bytes, host_bytes=left_bytes(), num_ranks=tensor_parallel_size)
@@ -115,7 +111,8 @@ def derive(
         return MemoryShare(memory.LARGEST_SHARE, "the trainer is on another device")
     # vLLM does not start if its KV cache is too small for the longest sequence
     longest = memory.sequence_tokens(trainer.sampling)
-    least_kv_tokens = memory.least_kv_tokens(trainer.completions_per_replica, longest, max_model_len or size.max_tokens)
+    max_model_len = serve.max_model_len or size.max_tokens
+    least_kv_tokens = memory.least_kv_tokens(trainer.completions_per_replica, longest, max_model_len)
     least_kv = need.kv_per_token * least_kv_tokens
     fitted = memory.fit(need, least_kv=least_kv, kv_sleep=trainer.publishing.kv_sleep)
     exactly = min(memory.share(need, fitted, least_kv=least_kv), memory.LARGEST_SHARE)
@@ -142,16 +139,15 @@ def expected(config: ServeConfig) -> TrainConfig:
     return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank, lora_target_modules=names)
 
 
-def check_host(trainer: TrainConfig) -> None:
+def check_host(model_name: str, optimizer: OptimizerConfig, mode: str, lora: LoraConfig, *, hosts: int) -> None:
     """Check that the state of an offloaded optimizer fits into what is left of this host's memory."""
-    if not trainer.optimizer.offload:
+    if not optimizer.offload:
         return
     try:
-        size = ModelSize.of(trainer.model_name)
+        size = ModelSize.of(model_name)
     except UsageError:
         return  # nothing is known before it is loaded
-    state_alone = trainer.changed(activation_offload=False)  # a run offloads activations only where there is room
-    needed = Need.of(size, state_alone, gpu_bytes=math.inf).offloaded
+    needed = memory.host_state_bytes(size, optimizer, mode, lora, hosts=hosts)
     left = left_bytes()
     if needed > left:
         raise UsageError(

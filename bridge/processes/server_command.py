@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bridge.checks import software
-from bridge.config import ServeConfig, TrainConfig, combinations
+from bridge.config import ServeConfig, combinations
 from bridge.core import paths
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.processes import accelerator, start_checks, vllm_flags
@@ -43,6 +43,8 @@ UNQUANTIZED = ("--quantization-config", r'{"ignore": ["re:.*\\.(gate|in_proj_(ba
 """Keeps routers of experts and the gates of linear attention as they are, as published FP8 checkpoints do. vLLM
 quantizes the router of Qwen3-MoE, and CUTLASS's kernel for blocks fails on layers of few rows: 16 must divide them."""
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
+ShareOf = Callable[[ServeConfig], accelerator.MemoryShare]
+"""Derives vLLM's share of a GPU from the choices of a server."""
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
 
@@ -76,25 +78,19 @@ class ServerCommand:
         outer: Mapping[str, str] = os.environ,
         *,
         shares_weights: bool = True,
-        trainer: TrainConfig = accelerator.FULL,
+        share_of: ShareOf = accelerator.derive,
+        sent_from: str | None = None,
     ) -> "ServerCommand":
-        """Derive the command for `config`; vLLM's own `flags` are passed through unchanged."""
+        """Derive the command for `config`; vLLM's own `flags` are passed through unchanged.
+
+        `share_of` derives vLLM's share of a GPU, by default beside a trainer with default choices. `sent_from` is the
+        device of a trainer that sends its weights to the server.
+        """
         vllm_flags.check(flags, outer, shares_weights=shares_weights, insisted=config.allow_vllm_flags)
         device, why = accelerator.choose(config.device)
-
-        def share() -> accelerator.MemoryShare:
-            return accelerator.derive(
-                config.model,
-                gpu_bytes=min(accelerator.gpu_memory_bytes()),
-                tensor_parallel_size=config.tensor_parallel_size,
-                trainer=trainer,
-                max_model_len=config.max_model_len,
-                quantization=config.quantization,
-            )
-
         added = vllm_flags.added(
-            config, flags, device, outer, shares_weights=shares_weights, share=share,
-            sent_from=trainer.trainer_device if trainer.publishing.reload == "transfer" else None,
+            config, flags, device, outer,
+            shares_weights=shares_weights, share=lambda: share_of(config), sent_from=sent_from,
         )  # fmt: skip
         path = manifest.resolve_path(config.vllm_config_path).absolute()
         return cls(
@@ -199,10 +195,14 @@ def prepare(
     flags: Sequence[str],
     *,
     shares_weights: bool = True,
-    trainer: TrainConfig = accelerator.FULL,
+    share_of: ShareOf = accelerator.derive,
+    sent_from: str | None = None,
 ) -> ServerCommand:
-    """Check everything that can be known before vLLM starts, and return the command that starts it."""
-    combinations.refuse(config, trainer)
+    """Check everything that can be known before vLLM starts, and return the command that starts it.
+
+    The options are those of `ServerCommand.of`.
+    """
+    combinations.refuse(config)
     start_checks.check_software(config.device)
     if shares_weights:
         check_plugin()
@@ -210,7 +210,7 @@ def prepare(
     start_checks.check_length(config)
     start_checks.check_experts(config)
     start_checks.check_quantization(config, flags, shares_weights=shares_weights)
-    command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
+    command = ServerCommand.of(config, flags, shares_weights=shares_weights, share_of=share_of, sent_from=sent_from)
     start_checks.check_port(config.host, config.port)
     if shares_weights:
         start_checks.clear_manifest(command.manifest)

@@ -1,8 +1,8 @@
 """The interface of rollout streams, and how the completions of a problem become a group.
 
-Streams are in `stream.py` and `bridge/atropos/atropos_stream.py`; `SOURCES` in `bridge/config/rollouts.py` lists the
-modules that open one, by a function `open_stream`. A problem becomes a group by a `GroupSampler`; the simplest is
-`Completions`, with one completion for each sample. Others are in `bridge/agents`.
+Streams are in `stream.py` and `bridge/atropos/atropos_stream.py`; a run opens the one that `--rollouts` names. A
+problem becomes a group by a `GroupSampler`; the simplest is `Completions`, with one completion for each sample. Others
+are in `bridge/agents`.
 """
 
 import asyncio

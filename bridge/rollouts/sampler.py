@@ -10,9 +10,9 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any
 
-from bridge.config import FeedConfig, SamplingConfig, TrainConfig
+from bridge.config import SamplingConfig
 from bridge.config.choices import flag
 from bridge.config.rollouts import DEFAULT_NEW_TOKENS
 from bridge.core.concurrency import gather_or_cancel
@@ -28,7 +28,6 @@ from bridge.types import Completion
 
 logger = logging.getLogger(__name__)
 
-Choices = TypeVar("Choices", TrainConfig, FeedConfig)
 AHEAD = 2
 """Prompts begun for each request that may be in flight: one that is retried waits for no more than these."""
 FIRST_WAIT_S = 0.5
@@ -52,19 +51,19 @@ def seed_of(run_seed: int, call: int) -> int:
     return (run_seed * RUN_CALLS + call) % NUM_CALLS
 
 
-def fit_completions(config: Choices, longest: int | None) -> Choices:
-    """Return `config` with completions as `fitting` finds them, and log a default that becomes shorter.
+def fit_completions(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:
+    """Return what `fitting` does, and log a default that becomes shorter.
 
     Raises:
         UsageError: as `fitting`.
     """
-    fitted = fitting(config.sampling, longest)
-    if fitted is config.sampling:
-        return config
-    logger.info(
-        f"--max-new-tokens {fitted.max_new_tokens}: half of the server's longest sequence, which has {longest} tokens"
-    )
-    return config.changed(max_new_tokens=fitted.max_new_tokens)
+    fitted = fitting(sampling, longest)
+    if fitted is not sampling:
+        logger.info(
+            f"--max-new-tokens {fitted.max_new_tokens}: half of the server's longest sequence, which has {longest}"
+            " tokens"
+        )
+    return fitted
 
 
 def fitting(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:

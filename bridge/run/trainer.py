@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bridge.agents.open_stream import open_stream
+from bridge.atropos.atropos_stream import AtroposStream
 from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import SavedCheckpoint
 from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
-from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
 from bridge.engine import measuring, provenance
 from bridge.engine.measuring import Alarms
@@ -259,15 +259,29 @@ class Run:
         return config.changed(**chosen, beta2=config.optimizer.beta2 if betas[1] is None else betas[1])
 
     def _open_stream(self) -> Stream:
+        """Open the source of rollouts that --rollouts names."""
         config = self._config
-        directory = self._directory
-        folder = (config.checkpoints.save_path or directory.checkpoints).absolute()
-        name = (folder.parent if folder.name == directory.checkpoints.name else folder).name or "bridge"
-        stream: Stream = import_module(SOURCES[config.rollouts.source].module).open_stream(
-            config, self._environment,
-            run_name=name, progress=self._reporter.progress, ranks=self._ranks,
+        if config.rollouts.source == "atropos":
+            return self._open_atropos_stream()
+        assert self._environment is not None, "nothing to sample for"
+        return open_stream(
+            config.model_name, self._environment,
+            chosen=config.task, sampling=config.sampling, rollouts=config.rollouts, evaluation=config.evaluation,
+            seed=config.seed, hosts=config.hosts, progress=self._reporter.progress, ranks=self._ranks,
         )  # fmt: skip
-        return stream
+
+    def _open_atropos_stream(self) -> AtroposStream:
+        config = self._config
+        checkpoints = self._directory.checkpoints
+        folder = (config.checkpoints.save_path or checkpoints).absolute()
+        named_folder = folder.parent if folder.name == checkpoints.name else folder
+        return AtroposStream(
+            config.model_name,
+            rollouts=config.rollouts, sampling=config.sampling, loss=config.loss, evaluation=config.evaluation,
+            checkpoints=config.checkpoints, training_steps=config.training_steps,
+            max_unscored_share=config.task.max_unscored_share,
+            run_name=named_folder.name or "bridge", ranks=self._ranks,
+        )  # fmt: skip
 
     def _open_learner(self) -> None:
         config = self._config

@@ -100,7 +100,8 @@ def demo(
         check_model(model)
     serve, train = _choices(out, steps, device, gpus, model)
     servers = StartedServers(serve, train, start_limit_s=START_LIMIT_S)
-    start_ranks(None if rank_process.OWN_RANK.get() else rank_gpus.of_started(train, serve))
+    if rank_process.OWN_RANK.get() is None:
+        start_ranks(rank_gpus.of_started(serve, 1, train.dp_size(1), gpus=gpus))
     with servers.preloading(), rank_process.joined() as world:
         environment = load_environment(train.task, train.rollouts, train.evaluation)
         own = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
@@ -109,7 +110,7 @@ def demo(
             world.barrier()  # the others join the run directory
             servers.command = prepare(serve, [])
             write_json(run.server_config, serve.document())
-        with console.printing_only(*console.OF_STARTS), servers.serving(world, train, run) as server:
+        with console.printing_only(*console.OF_STARTS), servers.serving(world, train.sampling, run) as server:
             summary = train_on(server, train, environment, run, resume=None, ranks=world, as_json=False)
             if not world.is_rank_zero:
                 return

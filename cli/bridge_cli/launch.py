@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.checkpoints.run_directory import RunDirectory, labelled_json
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import SamplingConfig, ServeConfig, TrainConfig
 from bridge.types import Environment
 from bridge_cli import consistency, console, live, rank_process
 from bridge_cli.open_or_resume import open_run
@@ -64,18 +64,18 @@ class Servers(abc.ABC):
         """Refuse a model or an adapter that these servers cannot serve; called on every rank."""
 
     @abc.abstractmethod
-    def prepare(self, config: TrainConfig) -> TrainConfig:
-        """Check all that can be known before vLLM starts, and return choices that fit the servers; on the first rank.
+    def prepare(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Check all that can be known before vLLM starts, and return completions that fit; on the first rank.
 
         The run was opened.
         """
 
-    def record(self, run: RunDirectory) -> None:  # noqa: B027  running servers record nothing
-        """Write down how the servers will be started; on the first rank."""
+    def record(self, run: RunDirectory, checkpoints: Path) -> None:  # noqa: B027  running servers record nothing
+        """Write down how the servers will be started, and where `checkpoints` are; on the first rank."""
 
     @abc.abstractmethod
     def serving(
-        self, world: "Ranks", config: TrainConfig, run: RunDirectory
+        self, world: "Ranks", sampling: SamplingConfig, run: RunDirectory
     ) -> contextlib.AbstractContextManager[ReplicaServer]:
         """Yield the server of this rank's replica, which serves during the block."""
 
@@ -137,7 +137,7 @@ class Launch:
         if world.is_rank_zero:
             world.barrier()  # the others join the run directory
         try:
-            with self.servers.serving(world, config, run) as server:
+            with self.servers.serving(world, config.sampling, run) as server:
                 train_on(server, config, environment, run, resume=resume, ranks=world, as_json=self.as_json)
         finally:
             if world.is_rank_zero:
@@ -148,14 +148,16 @@ class Launch:
         from bridge.agents import rehearsal
 
         config, self.directory, resume = open_run(self.config, environment)
-        config = self.servers.prepare(config)
+        sampling = self.servers.prepare(config.sampling)
+        config = config.model_copy(update={"sampling": sampling})
         if environment is not None:
             rehearsal.rehearse(
                 config.model_name, config.task, config.sampling, environment,
                 max_model_len=self.servers.max_model_len,
                 pass_size=self.servers.tp_degree * config.context_parallel_size,
             )  # fmt: skip
-        self.servers.record(self.directory)
+        assert config.checkpoints.save_path is not None, "derived from the run directory"
+        self.servers.record(self.directory, config.checkpoints.save_path)
         return Opened(config, self.directory.path, resume)
 
 

@@ -104,6 +104,7 @@ def plan(
     longest = memory.sequence_tokens(replicated.sampling)
     least_kv = memory.least_kv_tokens(replicated.completions_per_replica, longest, serve.max_model_len)
     limits = Limits(min(gpus), host_bytes, least_kv)
+    given = train.given()
     rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
     best = next((row for row in rows if not row.lacking_gib), None)
     lean = next((row for row in rows if not row.lacking_gib and not row.host_gib), None)
@@ -118,8 +119,8 @@ def plan(
         rows=tuple(rows),
         obstacles=tuple(obstacles),
         sight=model_checks.sight(model_checks.read(str(folder)) or {}),
-        recommended=command(best, size, serve, train) if best else None,
-        recommended_without_host=command(lean, size, serve, train) if lean and best is not lean else None,
+        recommended=command(best, size, serve, given, longest) if best else None,
+        recommended_without_host=command(lean, size, serve, given, longest) if lean and best is not lean else None,
     )
     if as_json:
         console.data(json.dumps(asdict(planned), allow_nan=False))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bridge.checks import model
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import ServeConfig
 from bridge.errors import UsageError
 from bridge.processes import accelerator
 from bridge.server.manifest import Manifest
@@ -67,31 +67,41 @@ def check_divides(name: str, parts: int, num_slices: int = 1) -> None:
         )
 
 
-def of_started(train: TrainConfig, serve: ServeConfig) -> RankLayout:
-    """Return the ranks of this host for servers that it starts: each rank has a GPU.
+def of_started(
+    serve: ServeConfig,
+    tp_size: int,
+    dp_size: int,
+    *,
+    gpus: int = 1,
+    cp_size: int = 1,
+    hosts: int = 1,
+    rendezvous: str | None = None,
+    restarts: int = 0,
+    samples_here: bool = True,
+) -> RankLayout:
+    """Return the ranks of this host for the `dp_size` servers that it starts: each rank has a GPU.
 
-    With `--tensor-parallel-size T` the ranks of T GPUs in a row share a server, otherwise each has its own.
+    `tp_size` ranks train on one server, on GPUs in a row. `gpus` is `--gpus`. Unless the run `samples_here`, its
+    servers are at ports that others know.
 
     Raises:
         UsageError: there are fewer GPUs, or no whole number of servers has them.
     """
-    if train.hosts == 1 and train.rendezvous is not None:
-        raise UsageError(f"--rendezvous {train.rendezvous} has no effect on one host", hint="add --hosts H")
-    check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
-    tp_size = train.tp_size(serve.tensor_parallel_size)
-    dp_size = train.dp_size(tp_size)
-    most = MOST_PORT + 1 - dp_size * train.hosts
-    if not train.rollouts.samples_here and serve.port > most:  # each server has the port after the one before
+    if hosts == 1 and rendezvous is not None:
+        raise UsageError(f"--rendezvous {rendezvous} has no effect on one host", hint="add --hosts H")
+    check_divides(serve.model, serve.tensor_parallel_size, cp_size)
+    most = MOST_PORT + 1 - dp_size * hosts
+    if not samples_here and serve.port > most:  # each server has the port after the one before
         raise UsageError(
             f"--port {serve.port}: the servers of all replicas have ports in a row, up to {MOST_PORT}",
             hint=f"--port {most} or lower",
         )
     device = ""
-    gpus: list[str | None] = [None]
-    if tp_size * dp_size * train.hosts > 1:
+    visible: list[str | None] = [None]
+    if tp_size * dp_size * hosts > 1:
         device, _ = accelerator.choose(serve.device)
-        gpus = _visible(tp_size * dp_size, tp_size, train.gpus, device)
-    return RankLayout(tp_size, device, gpus, train.hosts, train.rendezvous, train.restarts, train.context_parallel_size)
+        visible = _visible(tp_size * dp_size, tp_size, gpus, device)
+    return RankLayout(tp_size, device, visible, hosts, rendezvous, restarts, cp_size)
 
 
 def of_running(

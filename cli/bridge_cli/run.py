@@ -69,9 +69,17 @@ def run(
 
         combinations.refuse(train, ray=on_ray)
         rank_gpus.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
-        num_gpus = train.dp_size(train.tp_size(serve.tensor_parallel_size)) * serve.tensor_parallel_size
+        num_servers = train.dp_size(train.tp_size(serve.tensor_parallel_size))
+        num_gpus = num_servers * serve.tensor_parallel_size
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
-    check_host(train)
+    check_host(train.model_name, train.optimizer, train.mode, train.lora, hosts=train.hosts)
     servers = StartedServers(serve, train, vllm_flags or [], start_limit_s=start_limit_s)
-    layout = None if is_rank else rank_gpus.of_started(train, serve)
+    layout = None
+    if not is_rank:
+        tp_size = train.tp_size(serve.tensor_parallel_size)
+        layout = rank_gpus.of_started(
+            serve, tp_size, train.dp_size(tp_size),
+            gpus=train.gpus, cp_size=train.context_parallel_size, hosts=train.hosts, rendezvous=train.rendezvous,
+            restarts=train.restarts, samples_here=train.rollouts.samples_here,
+        )  # fmt: skip
     Launch(config=train, servers=servers, layout=layout, as_json=as_json).start()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.config import ServerConfig, TrainConfig
+from bridge.config import SamplingConfig, ServerConfig
 from bridge.core import paths
 from bridge.errors import ManifestError, UsageError
 from bridge.processes.server_command import StartCommand
@@ -65,12 +65,12 @@ class RunningServers(Servers):
         if self._replicas:
             manifest_of(self._server, self._model_name, self._replicas[0].manifest)
 
-    def prepare(self, config: TrainConfig) -> TrainConfig:
-        check_reachable(config.model_name)
-        return config
+    def prepare(self, sampling: SamplingConfig) -> SamplingConfig:
+        check_reachable(self._model_name)
+        return sampling
 
     @contextlib.contextmanager
-    def serving(self, world: "Ranks", config: TrainConfig, run: RunDirectory) -> Iterator[ReplicaServer]:  # noqa: ARG002  a server that runs needs no choices
+    def serving(self, world: "Ranks", sampling: SamplingConfig, run: RunDirectory) -> Iterator[ReplicaServer]:  # noqa: ARG002  a server that runs needs no choices
         choices = {"vllm_config_path": self._replicas[world.dp_rank].path} if self._replicas else {}
         if self._command is None:
             yield ReplicaServer(choices, None)

@@ -1,11 +1,12 @@
 """`bridge serve-vllm`: check everything that can be checked, then become the stock vLLM with our patches."""
 
 import os
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from bridge.config import ServeConfig
+from bridge.config import ServeConfig, combinations
 from bridge.processes import accelerator
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import taking
@@ -23,6 +24,8 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
 
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
-    command = prepare(config, vllm_flags or [], trainer=accelerator.expected(config))
+    trainer = accelerator.expected(config)
+    combinations.refuse(config, trainer)
+    command = prepare(config, vllm_flags or [], share_of=partial(accelerator.derive, trainer=trainer))
     with taking(config.host, config.port, command.awaited_manifest, inherits=True):
         os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.checkpoints.run_directory import RunDirectory, write_json
-from bridge.config import LoraConfig, ServeConfig, TrainConfig
+from bridge.config import LoraConfig, SamplingConfig, ServeConfig, TrainConfig, combinations
 from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.processes import accelerator, start_checks
@@ -42,7 +42,7 @@ class StartedServers(Servers):
     ) -> None:
         self.serve = serve
         self.trainer = trainer
-        """What the user chose; once the run is open, with derived values."""
+        """What the user chose."""
         self.vllm_flags = vllm_flags
         self.command: ServerCommand | None = None
         """What starts the server of this process."""
@@ -81,42 +81,40 @@ class StartedServers(Servers):
             in_memory, experts = config.trains_in_server, config.lora.has_experts
             self.serve = for_adapters(self.serve, config.lora.r, self.vllm_flags, in_memory=in_memory, experts=experts)
 
-    def prepare(self, config: TrainConfig) -> TrainConfig:
+    def prepare(self, sampling: SamplingConfig) -> SamplingConfig:
         from bridge.rollouts.sampler import fit_completions
         from bridge.weights import model_files
 
-        config = fit_completions(config, self.max_model_len)
+        config = self.trainer
+        sampling = fit_completions(sampling, self.max_model_len)
         if config.mode == "lora_only":
             _check_adapter(config.model_name, config.lora)
         if config.needs_patched_server:
             start_checks.check_trained_dtype(self.serve)
-        shares_weights = config.needs_patched_server
-        self.command = prepare(self.serve, self.vllm_flags, shares_weights=shares_weights, trainer=config)
+        self.command = self._prepared(self.serve, sampling)
         model_files.source_files(config.model_name)  # every checkpoint holds them
         send_key(self.vllm_flags)
-        self.trainer = config
-        return config
+        return sampling
 
-    def record(self, run: RunDirectory) -> None:
+    def record(self, run: RunDirectory, checkpoints: Path) -> None:
         config = self.trainer
         assert self.command is not None, "it was prepared"
         write_json(run.server_config, self.serve.document(self.serve))
         url = config.changed(**self.command.server_choices).server.url()
-        console.note(f"mode {config.mode}, vLLM at {url}, checkpoints in {config.checkpoints.save_path}")
+        console.note(f"mode {config.mode}, vLLM at {url}, checkpoints in {checkpoints}")
 
     @contextlib.contextmanager
-    def serving(self, world: "Ranks", config: TrainConfig, run: RunDirectory) -> Iterator[ReplicaServer]:
+    def serving(self, world: "Ranks", sampling: SamplingConfig, run: RunDirectory) -> Iterator[ReplicaServer]:
         """Start this replica's server, and stop it at the end of the block.
 
         Its files are in the run directory; those of other replicas than the first in a folder of their own there.
         """
-        self.trainer = config
         folder = run.path if world.is_rank_zero else run.ranks / str(world.rank)
         log = folder / run.server_log.name
 
         def server_choices() -> Mapping[str, Any]:
             if self.command is None:
-                self.command = self._command(world, folder / run.manifest.name)
+                self.command = self._command(world, sampling, folder / run.manifest.name)
             return self.command.server_choices
 
         choices = world.run_on_all(lambda: world.tp_group.run_on_rank_zero(server_choices))
@@ -153,16 +151,30 @@ class StartedServers(Servers):
         dtype = torch.bfloat16 if self.serve.dtype == "auto" else getattr(torch, self.serve.dtype)
         share = float(value(self.command.argv, "--gpu-memory-utilization") or 1)  # unknown: nothing is left beside vLLM
         model = partial(stand_in, config.model_name, dtype, device, share=share)
-        return compiling_ahead(model, config, world)
+        return compiling_ahead(
+            model, config.compute, config.optimizer,
+            lora=config.lora if config.mode == "lora_only" else None, temperature=config.sampling.temperature,
+            ranks=world,
+        )  # fmt: skip
 
-    def _command(self, world: "Ranks", manifest: Path) -> ServerCommand:
+    def _command(self, world: "Ranks", sampling: SamplingConfig, manifest: Path) -> ServerCommand:
         """Return the command of the server of another replica than the first."""
-        config = self.trainer
         manifest.parent.mkdir(parents=True, exist_ok=True)
-        is_known = not config.rollouts.samples_here  # to environments, also after the run was resumed
+        is_known = not self.trainer.rollouts.samples_here  # to environments, also after the run was resumed
         port = self.serve.port + world.dp_rank if is_known else free_port(self.serve.host)
         serve = self.serve.model_copy(update={"port": port, "vllm_config_path": manifest})
-        return prepare(serve, self.vllm_flags, shares_weights=config.needs_patched_server, trainer=config)
+        return self._prepared(serve, sampling)
+
+    def _prepared(self, serve: ServeConfig, sampling: SamplingConfig) -> ServerCommand:
+        """Check what can be known before a server starts, and return the command that starts it."""
+        trainer = self.trainer.model_copy(update={"sampling": sampling})
+        combinations.refuse(serve, trainer)
+        return prepare(
+            serve, self.vllm_flags,
+            shares_weights=trainer.needs_patched_server,
+            share_of=partial(accelerator.derive, trainer=trainer),
+            sent_from=trainer.trainer_device if trainer.publishing.reload == "transfer" else None,
+        )  # fmt: skip
 
 
 def send_key(flags: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
                 f"{flag(name)} {config.get(name)}: bridge train trains on running servers of this host",
                 hint="name them: --servers; or bridge run, which starts a server on each GPU",
             )
-    check_host(config)
+    check_host(config.model_name, config.optimizer, config.mode, config.lora, hosts=config.hosts)
     check_folder(config.model_name, needs_config=False)  # the tokenizer is enough
     check_files(config.task, config.rollouts)
     given = config.publishing.start_command

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bridge.checkpoints.run_directory import RunDirectory
-from bridge.config import TrainConfig
+from bridge.config import SamplingConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge_cli import launch
 from bridge_cli.launch import Launch, ReplicaServer, Servers
@@ -40,15 +40,15 @@ class RecordedServers(Servers):
     def check(self) -> None:
         self.step("check")
 
-    def prepare(self, config: TrainConfig) -> TrainConfig:
+    def prepare(self, sampling: SamplingConfig) -> SamplingConfig:
         self.step("prepare")
-        return config
+        return sampling
 
-    def record(self, run: RunDirectory) -> None:
+    def record(self, run: RunDirectory, checkpoints: Path) -> None:
         self.step("record")
 
     @contextlib.contextmanager
-    def serving(self, world: Any, config: TrainConfig, run: RunDirectory) -> Iterator[ReplicaServer]:
+    def serving(self, world: Any, sampling: SamplingConfig, run: RunDirectory) -> Iterator[ReplicaServer]:
         self.step("start")
         try:
             yield ReplicaServer({"vllm_port": 9009}, None)

@@ -23,7 +23,12 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def layout_of(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> RankLayout:
     train = TrainConfig.of(model_name="m", **choices)
-    return rank_gpus.of_started(train, ServeConfig(model="m", port=port, tensor_parallel_size=num_parts))
+    tp_size = train.tp_size(num_parts)
+    return rank_gpus.of_started(
+        ServeConfig(model="m", port=port, tensor_parallel_size=num_parts), tp_size, train.dp_size(tp_size),
+        gpus=train.gpus, cp_size=train.context_parallel_size, hosts=train.hosts, rendezvous=train.rendezvous,
+        restarts=train.restarts, samples_here=train.rollouts.samples_here,
+    )  # fmt: skip
 
 
 def gpus_of(num_parts: int = 1, **choices: Any) -> list[str | None]:

@@ -77,7 +77,7 @@ def test_ctrl_c_ends_the_processes_of_verify(tmp_path: Path) -> None:
 COMPILES_IN_C = """
 import sys, time
 from contextlib import ExitStack
-from types import SimpleNamespace
+from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.engine import compile_ahead
 from bridge_cli import main
 from bridge_cli.verify import discovery
@@ -85,7 +85,8 @@ from bridge_cli.verify import discovery
 def find(given):
     with ExitStack() as server:
         server.callback(print, "the server was stopped", flush=True)
-        with compile_ahead.compiling_ahead(lambda: time.sleep(600), SimpleNamespace(mode="shared_vllm"), print):
+        sections = ComputeConfig(), OptimizerConfig()
+        with compile_ahead.compiling_ahead(lambda: time.sleep(600), *sections, lora=None, temperature=1.0):
             pass
 
 discovery.find = find

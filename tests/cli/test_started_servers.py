@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import LoraConfig, ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.processes import accelerator
 from bridge.processes.preload import Preloaded
@@ -164,15 +164,15 @@ def test_a_rank_starts_the_server_that_its_mode_needs(
 ) -> None:
     started = list[tuple[int, bool]]()
 
-    def prepare(serve: ServeConfig, _: Sequence[str], *, shares_weights: bool, trainer: TrainConfig) -> ServerCommand:
+    def prepare(serve: ServeConfig, _: Sequence[str], *, shares_weights: bool, **options: Any) -> ServerCommand:
         started.append((serve.port, shares_weights))
-        return ServerCommand.of(serve, [], shares_weights=shares_weights, trainer=trainer)
+        return ServerCommand.of(serve, [], shares_weights=shares_weights, **options)
 
     monkeypatch.setattr(started_servers, "prepare", prepare)
     train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
     servers = StartedServers(ServeConfig(model="m", port=9001), train, start_limit_s=1)
     path = tmp_path / "2" / "manifest"
-    assert servers._command(Ranks(2, 4), path).manifest == path
+    assert servers._command(Ranks(2, 4), train.sampling, path).manifest == path
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known
@@ -202,7 +202,8 @@ def test_layers_are_compiled_while_vllm_starts(
     """On the device of vLLM, whatever else this machine has."""
     calls = list[tuple[Any, ...]]()
 
-    def compiling_ahead(*args: Any) -> nullcontext[None]:
+    def compiling_ahead(*args: Any, lora: LoraConfig | None, **_: Any) -> nullcontext[None]:
+        assert lora is (train.lora if train.mode == "lora_only" else None)
         calls.append(args)
         return nullcontext()
 
@@ -216,6 +217,6 @@ def test_layers_are_compiled_while_vllm_starts(
     with servers._compiling_ahead(ranks):
         pass
     assert len(calls) == compiles_ahead
-    for make, config, *_ in calls:
+    for make, compute, optimizer in calls:
         assert (make.args[0], make.args[1], make.args[2].type) == ("m", torch.float32, vllm_device)
-        assert config is train
+        assert (compute, optimizer) == (train.compute, train.optimizer)

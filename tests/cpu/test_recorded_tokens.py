@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from bridge.agents.open_stream import open_stream
 from bridge.checks.one_copy_proof import logprob_diffs
 from bridge.config import TrainConfig
 from bridge.passes.prepared_model import PreparedModel
@@ -24,6 +23,7 @@ from bridge_environments import registry
 from tests import scenarios
 from tests.models import chat, tiny
 from tests.scenarios import LiveServer, loaded
+from tests.streams import environment_stream
 
 AGENTS = Path(__file__).parents[1] / "unit" / "agents_sample.py"
 VOCABULARY = 600
@@ -57,7 +57,7 @@ def recorded(server: LiveServer, folder: Path, template: str, kind: str = "Chatt
         model_name=str(folder), environment=f"{AGENTS}:{kind}", max_new_tokens=1800, reward_processes=0,
         batch_size=NUM_GROUPS * GROUP_SIZE, group_size=GROUP_SIZE, **off,
     )  # fmt: skip
-    with closing(open_stream(config, registry.load(config.task))) as stream:
+    with closing(environment_stream(config, registry.load(config.task))) as stream:
         stream.served(Endpoint(url=server.manifest.url, model=server.manifest.model), 0)
         return stream.take(NUM_GROUPS, step=1)
 

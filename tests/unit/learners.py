@@ -18,7 +18,13 @@ def made(
     ranks: Ranks = ALONE,
 ) -> Learner:
     prepared = prepared_of(config.compute, opened, max_model_len=max_model_len, experts=experts, ranks=ranks)
-    trainable = trainable_of(config, opened, prepared, max_model_len=max_model_len, ranks=ranks)
+    trainable = trainable_of(
+        opened, prepared,
+        compute=config.compute, optimizer=config.optimizer, lr=config.learning_rate, loss=config.loss,
+        sampling=config.sampling, batch_size=config.rollouts.batch_size, replicas=config.replicas, hosts=config.hosts,
+        seed=config.seed, has_adapter=config.mode == "lora_only", model_name=config.model_name,
+        max_model_len=max_model_len, ranks=ranks,
+    )  # fmt: skip
     log_uncorrected(
         config.loss, max_staleness=config.rollouts.max_staleness, restart_interval=config.publishing.restart_interval
     )

@@ -22,7 +22,6 @@ import psutil
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.open_stream import open_stream
 from bridge.agents.tool_calls import Call
 from bridge.agents.trajectories import DEEPEST, as_turn
 from bridge.checkpoints.run_directory import RunDirectory
@@ -39,6 +38,7 @@ from bridge.types import Completion, Group, TrainedProblems
 from bridge_environments import registry
 from tests.logged import logged
 from tests.models import chat, tiny
+from tests.streams import environment_stream
 from tests.unit import tools_sample
 from tests.unit.http_server import HttpRequest, as_json, serving
 from tests.unit.openai_server import openai
@@ -131,7 +131,7 @@ def spoken(
             one["experts"] = {"kind": "int16", "content": base64.b64encode(rows.tobytes()).decode()}
         return document
 
-    stream = open_stream(config, environment, ranks=ranks)
+    stream = environment_stream(config, environment, ranks=ranks)
     with (
         serving(openai(bend, is_bridge=True, max_model_len=max_model_len)) as server,
         logged() as notes,

@@ -18,6 +18,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.logged import logged
 from tests.models import tiny
+from tests.streams import atropos_stream
 from tests.unit.atropos.atropos_api import LOST, FakeApi, FakeTime, pair, scored
 from tests.unit.http_server import Answer, HttpRequest, HttpServer, serving
 
@@ -63,7 +64,7 @@ def running(
         fixed = {"model_name": str(model), "rollouts": "atropos", "atropos_url": server.url}
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
         config = TrainConfig.of(**(fixed | sizes | choices))
-        with logged() as notes, closing(AtroposStream(config, None, run_name="saved", ranks=ranks)) as stream:
+        with logged() as notes, closing(atropos_stream(config, run_name="saved", ranks=ranks)) as stream:
             stream.served(Endpoint(url=server.url), 3)
             yield Run(stream, server, time, notes)
 
@@ -205,7 +206,7 @@ def test_a_missing_api_is_reported_before_the_model_is_read() -> None:
         config = TrainConfig.of(**(choices))
         time = FakeTime()
         with time.passing(), pytest.raises(AtroposError) as caught:
-            AtroposStream(config, None, run_name="saved")
+            atropos_stream(config, run_name="saved")
         assert len(server.requests) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
@@ -225,7 +226,7 @@ def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pyte
     with serving(FakeApi()) as server:
         config = TrainConfig.of(model_name="/nowhere", rollouts="atropos", atropos_url=server.url)
         with pytest.raises(UsageError):
-            AtroposStream(config, None, run_name="saved")
+            atropos_stream(config, run_name="saved")
     assert clients
     assert all(client.is_closed for client in clients)
 

@@ -17,6 +17,7 @@ import pytest
 from bridge.agents import tools
 from bridge.checkpoints import checkpoint
 from bridge.checks import one_copy_proof
+from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.core import hub, python_child
 from bridge.core.concurrency import result_of
 from bridge.core.interrupt import next_item, taken, wait_until
@@ -90,7 +91,7 @@ def compile_ahead(done: threading.Event) -> None:
         while not done.wait(0.01):
             pass
 
-    with compiling_ahead(stand_in, SimpleNamespace(mode="shared_vllm"), print):  # type: ignore[arg-type]
+    with compiling_ahead(stand_in, ComputeConfig(), OptimizerConfig(), lora=None, temperature=1.0):
         pass
 
 

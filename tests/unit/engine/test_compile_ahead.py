@@ -9,7 +9,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,12 @@ def config_of(name: str, **choices: Any) -> TrainConfig:
     return TrainConfig.of(**fixed, **choices)
 
 
+def compiling_ahead(make: Callable[[], PreTrainedModel | None], config: TrainConfig) -> AbstractContextManager[None]:
+    lora = config.lora if config.mode == "lora_only" else None
+    temperature = config.sampling.temperature
+    return compile_ahead.compiling_ahead(make, config.compute, config.optimizer, lora=lora, temperature=temperature)
+
+
 def group_of(experts: tuple[int, int] | None) -> Group:
     """Return two completions of one prompt, with the experts of every token where a model replays them."""
     prompt, made = (1, 2, 3), list[Completion]()
@@ -129,7 +135,7 @@ def test_the_first_step_finds_everything_compiled(
     tmp_path: Path, family: str, choices: dict[str, Any], replays: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(write_model(tmp_path / "model", family), **choices)
-    with compile_ahead.compiling_ahead(maker(config.model_name), config):
+    with compiling_ahead(maker(config.model_name), config):
         pass
     assert caplog.messages == ["waiting for the trainer's code, which is still being compiled"]
     assert num_traced() >= 6
@@ -147,7 +153,7 @@ def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
         torch.manual_seed(5)
         before = random.getstate(), torch.get_rng_state().tolist()
         if compiles_ahead:
-            with compile_ahead.compiling_ahead(maker(config.model_name), config):
+            with compiling_ahead(maker(config.model_name), config):
                 pass
             assert (random.getstate(), torch.get_rng_state().tolist()) == before
         train_real(config)
@@ -179,7 +185,7 @@ def test_without_room_beside_vllm_nothing_is_compiled(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=whole))
     model = stand_in(write_model(tmp_path / "model"), torch.bfloat16, torch.device("cuda", 0), share=share)
     assert model is None
-    with nothing_logged(), compile_ahead.compiling_ahead(lambda: model, TrainConfig.of(model_name="m")):
+    with nothing_logged(), compiling_ahead(lambda: model, TrainConfig.of(model_name="m")):
         pass
 
 
@@ -192,7 +198,7 @@ def test_an_error_costs_only_time(
 
     monkeypatch.setattr(preparation, "prepare", fail)
     make = maker(write_model(tmp_path / "model")) if failing == "prepare" else fail
-    with compile_ahead.compiling_ahead(make, TrainConfig.of(model_name="m")):
+    with compiling_ahead(make, TrainConfig.of(model_name="m")):
         pass
     assert (
         "the trainer's code is compiled when training begins: OutOfMemoryError: CUDA out of memory" in caplog.messages
@@ -208,7 +214,7 @@ def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     models, config = list["weakref.ref[PreTrainedModel]"](), TrainConfig.of(model_name="m")
     monkeypatch.setattr(preparation, "prepare", lambda model, *_: models.append(weakref.ref(model)))
     monkeypatch.setattr(compile_ahead, "_compile_step", lambda *_: None)
-    with compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config):
+    with compiling_ahead(maker(write_model(tmp_path / "model")), config):
         pass
     assert [model() for model in models] == [None]
 
@@ -229,7 +235,7 @@ def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(preparation, "prepare", compile_forever)
     config = TrainConfig.of(model_name="m")
-    compiling = compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config)
+    compiling = compiling_ahead(maker(write_model(tmp_path / "model")), config)
     with pytest.raises(KeyboardInterrupt), compiling:
         time.sleep(0 if is_vllm_ready else 60)
     assert numbers

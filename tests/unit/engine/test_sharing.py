@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from bridge.agents.open_stream import open_stream
 from bridge.config import TrainConfig
 from bridge.learn.policy_loss import LossSpec
 from bridge.passes.packing import Sample
@@ -32,6 +31,7 @@ from bridge.weights import skeleton
 from tests.models import pictures, tiny
 from tests.models.families import FAMILIES
 from tests.models.processors import END, IMAGE, START
+from tests.streams import environment_stream
 from tests.unit.http_server import serving
 from tests.unit.openai_server import openai
 from tests.unit.rollouts.test_encoded_prompts import Processor
@@ -76,7 +76,7 @@ def config_of(model: Path) -> TrainConfig:
 
 
 def taken(ranks: Ranks, model: Path, url: str) -> list[Group]:
-    with closing(open_stream(config_of(model), Pictures(model), ranks=ranks)) as stream:
+    with closing(environment_stream(config_of(model), Pictures(model), ranks=ranks)) as stream:
         stream.served(Endpoint(url=url), 1)
         return stream.take(NUM_GROUPS, step=1)
 

@@ -28,11 +28,9 @@ def share_of(
     if not folder.exists():
         folder_of(qwen2(size), folder)
     return accelerator.derive(
-        str(folder),
+        ServeConfig(model=str(folder), tensor_parallel_size=ranks, max_model_len=max_model_len),
+        TrainConfig.model_validate({"model_name": "m", **choices}),
         gpu_bytes=int(gib * GIB),
-        tensor_parallel_size=ranks,
-        trainer=TrainConfig.model_validate({"model_name": "m", **choices}),
-        max_model_len=max_model_len,
     )
 
 
@@ -113,7 +111,7 @@ def test_the_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> No
 
 
 def test_a_model_of_unknown_size_gets_a_default_share() -> None:
-    derived = accelerator.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
+    derived = accelerator.derive(ServeConfig(model="org/name-of-none"), gpu_bytes=80 * GIB)
     assert derived.share == accelerator.UNKNOWN_SHARE
     assert "is not known before it is loaded" in derived.reason
 
@@ -142,6 +140,10 @@ def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
     assert caught.value.hint == "--max-lora-rank 16"
 
 
+def check_host(trainer: TrainConfig) -> None:
+    accelerator.check_host(trainer.model_name, trainer.optimizer, trainer.mode, trainer.lora, hosts=trainer.hosts)
+
+
 @pytest.mark.parametrize(
     ("choices", "bytes_per_parameter"),
     [
@@ -158,11 +160,11 @@ def test_an_offloaded_state_beyond_the_host_is_refused(
     trainer = TrainConfig.model_validate({"model_name": model, "offload_optimizer": True, **choices})
     monkeypatch.setattr(accelerator, "left_bytes", lambda: needed - GIB)
     with pytest.raises(UsageError, match=f"takes {needed / GIB:.1f} GiB of this host's memory"):
-        accelerator.check_host(trainer)
-    accelerator.check_host(trainer.changed(model_name="org/name-of-none"))
+        check_host(trainer)
+    check_host(trainer.changed(model_name="org/name-of-none"))
     monkeypatch.setattr(accelerator, "left_bytes", lambda: needed + GIB)
-    accelerator.check_host(trainer)
-    accelerator.check_host(TrainConfig.of(model_name=model))
+    check_host(trainer)
+    check_host(TrainConfig.of(model_name=model))
 
 
 class Driver:

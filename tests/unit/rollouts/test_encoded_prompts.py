@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, Gemma3Config, PreTrainedTokenizerBase
 
-from bridge.agents.open_stream import open_stream
 from bridge.agents.trajectories import as_chat
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core.concurrency import gather_or_cancel
@@ -35,6 +34,7 @@ from bridge.types import Completion, Group, Images, Problem
 from tests.models import tiny
 from tests.models.families import FAMILIES
 from tests.models.processors import END, FIRST_TOKEN, IMAGE, START
+from tests.streams import environment_stream
 from tests.unit.http_server import serving
 from tests.unit.openai_server import openai
 
@@ -341,7 +341,7 @@ def test_groups_that_are_not_trained_on_keep_no_pixels(model: Path, tmp_path: Pa
             return 1.0
 
     task = Constant()
-    with serving(openai(is_bridge=True)) as server, closing(open_stream(config, task)) as stream:
+    with serving(openai(is_bridge=True)) as server, closing(environment_stream(config, task)) as stream:
         stream.served(Endpoint(url=server.url), 1)
         evaluated = stream.evaluate(step=0)
         trained = stream.take(1, step=1)

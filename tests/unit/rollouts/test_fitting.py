@@ -1,17 +1,18 @@
 """The length of a completion that follows from the server's longest sequence."""
 
+from typing import Any
+
 import pytest
 
-from bridge.config import TrainConfig
+from bridge.config import SamplingConfig
 from bridge.errors import UsageError
 from bridge.rollouts.sampler import fit_completions
 from tests.logged import logged
 
 
-def fitted(longest: int | None, **choices: int) -> tuple[int, list[str]]:
-    config = TrainConfig.model_validate({"model_name": "m", **choices})
+def fitted(longest: int | None, **choices: Any) -> tuple[int, list[str]]:
     with logged() as lines:
-        return fit_completions(config, longest).sampling.longest, lines
+        return fit_completions(SamplingConfig(**choices), longest).longest, lines
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(256, 128), (511, 255), (32, 16), (1, 1)])

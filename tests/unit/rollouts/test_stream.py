@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.agents.open_stream import open_stream
 from bridge.config import TrainConfig
 from bridge.engine import measuring
 from bridge.errors import RewardError, ServerUnreachableError
@@ -31,6 +30,7 @@ from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
 from tests.logged import logged
 from tests.models import tiny
+from tests.streams import environment_stream
 from tests.unit.http_server import HttpRequest, serving
 from tests.unit.openai_server import Bend, openai, unbent
 from tests.unit.scores_sample import Sample
@@ -102,7 +102,7 @@ def sampled(
     config = TrainConfig.of(**(fixed | {"max_unscored_share": 1.0, "max_retries": 0} | choices))
     progress: list[tuple[int, int]] = []
     given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
-    stream = open_stream(config, given, progress=lambda *done: progress.append(done))
+    stream = environment_stream(config, given, progress=lambda *done: progress.append(done))
     with serving(openai(bend)) as server, logged() as notes, closing(stream):
         endpoint = Endpoint(url=server.url)
         stream.served(endpoint, 3)
