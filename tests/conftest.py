@@ -49,6 +49,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 @pytest.fixture(autouse=True)
 def _nothing_logged_before() -> None:
     logs.info_once.cache_clear()
+    logs.warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def rehearse(
         return
     what = f"none of {len(failures)} made-up completions of the first problems got a reward: {failures[0].line}"
     if len({failure.kind for failure in failures}) > 1 or chosen.max_unscored_share == 1:
-        logger.info(what)
+        logger.warning(what)
         return
     hint = (
         "fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
@@ -189,7 +189,7 @@ async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[F
                     failures.append(result)
     except TimeoutError:
         first = f": {failures[0].line}" if failures else ""
-        logger.info(f"no made-up completion of the first problems got a reward within {LIMIT_S:g} s{first}")
+        logger.warning(f"no made-up completion of the first problems got a reward within {LIMIT_S:g} s{first}")
         return []
     finally:
         await groups.close()

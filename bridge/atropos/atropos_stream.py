@@ -17,7 +17,7 @@ import torch
 from bridge.atropos.api import NO_TRAINER, AtroposApi, ScoredGroup, TrainerInfo
 from bridge.atropos.scored_groups import flaws, ignored, left_out, to_train_on
 from bridge.config import CheckpointConfig, EvaluationConfig, LossConfig, RolloutConfig, SamplingConfig
-from bridge.core.logs import info_once
+from bridge.core.logs import info_once, warn_once
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient, max_model_len
@@ -135,9 +135,9 @@ class AtroposStream:
         self._api.close()
         if self._left_out:
             kinds = ", ".join(f"{kind}: {count}" for kind, count in self._left_out.most_common())
-            logger.info(f"{self._left_out.total()} groups of Atropos environments were left out ({kinds})")
+            logger.warning(f"{self._left_out.total()} groups of Atropos environments were left out ({kinds})")
         if self._num_lost:
-            logger.info(f"{self._num_lost} batches were lost in the Atropos API")
+            logger.warning(f"{self._num_lost} batches were lost in the Atropos API")
 
     def _poll(self, step: int) -> Iterator[list[Group] | None]:
         """Yield None until there is a batch, and check the server after each; then yield the batch's groups, on rank 0.
@@ -172,7 +172,7 @@ class AtroposStream:
                         f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {reason}", hint=hint
                     )
                 report_s *= 2
-                logger.info(f"no batch from the Atropos API for {now - begun:.0f} s: {reason}; {hint}")
+                logger.warning(f"no batch from the Atropos API for {now - begun:.0f} s: {reason}; {hint}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
         yield self._fetched
@@ -190,10 +190,10 @@ class AtroposStream:
             return answer.batch
         if answer is not None or self._api.info().batch_size == NO_TRAINER:  # restarted, or reset, which breaks /batch
             self._longest = None
-            logger.info(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
+            logger.warning(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
             return None
         self._num_lost += 1
-        info_once(
+        warn_once(
             logger,
             f"the Atropos API at {self._api.url} lost a whole batch: it cannot encode NaN or infinity; fix the score or"
             " the log-probability of the environment that sends it",
@@ -248,7 +248,7 @@ class AtroposStream:
             self._left_out[kind] += 1
             if self._left_out[kind] == 1:
                 whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-                logger.info(f"a group{whose} is left out: {fault}; others of this kind are counted")
+                logger.warning(f"a group{whose} is left out: {fault}; others of this kind are counted")
         unscored = [completion for group in bad for completion in group.unscored]
         num_sequences = sum(len(scored.tokens) for scored in batch)
         if len(unscored) > self._max_unscored_share * num_sequences:

@@ -237,7 +237,7 @@ class _Feeder:
         self._counts["unscored"] += 1
         if fault.kind not in self._reported:
             self._reported.add(fault.kind)
-            logger.info(f"a problem is left out: {fault.line} (reported once; all are counted)")
+            logger.warning(f"a problem is left out: {fault.line} (reported once; all are counted)")
         self._unusable.count([fault])
 
     async def _feed(self, servers: Sequence[Server], problem: Problem, prompt: tuple[int, ...], seed: int) -> None:

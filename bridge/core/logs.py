@@ -24,3 +24,9 @@ def handled_by(handler: logging.Handler) -> Iterator[None]:
 def info_once(logger: logging.Logger, line: str) -> None:
     """Log a line, once in a process."""
     logger.info(line)
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, line: str) -> None:
+    """Log a line as a warning, once in a process."""
+    logger.warning(line)

@@ -220,7 +220,7 @@ class Alarms:
         else:
             self._skipped += 1
             left = f"no weight was changed ({self._skipped} in a row; the run ends after {SKIPS_IN_A_ROW})"
-        logger.info(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
+        logger.warning(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
         if self._skipped == SKIPS_IN_A_ROW:
             raise UsageError(
                 f"the gradients of {SKIPS_IN_A_ROW} steps in a row were not finite; no weight was changed in them",
@@ -231,7 +231,7 @@ class Alarms:
     def _sound(self, kind: str, alarm: str | None) -> None:
         if alarm and not self._active.get(kind):
             what, _, explanation = alarm.rpartition("; ")
-            logger.info(what if explanation in self._explained else alarm)
+            logger.warning(what if explanation in self._explained else alarm)
             self._explained.add(explanation)
         self._active[kind] = alarm
 

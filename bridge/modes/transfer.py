@@ -77,7 +77,7 @@ class Receivers:
         try:
             server.resume()
         except (ServerUnreachableError, UsageError) as error:  # or it is dead, or resumes once others have joined
-            logger.info(f"{error.message}; {error.hint}")
+            logger.warning(f"{error.message}; {error.hint}")
 
     def publish(self, version: int) -> int:
         """Let all serve `version`, and return it."""

@@ -155,13 +155,13 @@ class Budget:
         is_small = halved < max(longest, ENOUGH_TOKENS)
         if self.sums_in_float32 and is_small:
             self.sums_in_float32 = False
-            logger.info(f"out of memory: gradients are summed in bf16 from now on; {BF16_SUMS}")
+            logger.warning(f"out of memory: gradients are summed in bf16 from now on; {BF16_SUMS}")
         elif is_small and (ways := self._less()):
             self._keep(ways[0])
-            logger.info(f"out of memory: {WORDS[ways[0]]} from now on, which takes longer")
+            logger.warning(f"out of memory: {WORDS[ways[0]]} from now on, which takes longer")
         elif longest < self._tokens:
             self._tokens = max(halved, longest)
-            logger.info(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
+            logger.warning(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
         else:
             raise UsageError(
                 f"a sequence of {longest:,} tokens does not fit into the free memory: {first_line(error)}",
@@ -251,7 +251,7 @@ class Budget:
         if self._on_gpu or tokens < min(self._most, self._num_slices * MOST_TOKENS):
             logger.info(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
         if fitting < self._longest and not self._on_gpu:
-            logger.info(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
+            logger.warning(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
         return tokens
 
     def _widen(self, tokens: int) -> bool:

@@ -193,7 +193,7 @@ class Trackers(AbstractContextManager["Trackers"], Reporter):
                 do(tracker)
             except Exception as error:  # noqa: BLE001 - foreign code, on which nothing depends
                 del trackers[name]
-                logger.info(
+                logger.warning(
                     f"{name} failed, and is not used any more in this run: {type(error).__name__}{reason_of(error)}"
                 )
 
@@ -246,7 +246,7 @@ def _open_all(
                     with suppress(Exception):  # foreign code too
                         tracker.close(failed=True)
                 raise UsageError(line, hint=f"fix that, or leave --{package} out") from error
-            logger.info(line)
+            logger.warning(line)
     return opened
 
 

@@ -89,7 +89,7 @@ class Checkpoints:
         folder = next(path for path in (self._folder.absolute(), *self._folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(folder).free / GIB
         if free < least:
-            logger.info(
+            logger.warning(
                 f"a checkpoint takes at least {least:.2f} GiB, and {folder} has {free:.2f} GiB free: make room, since"
                 " the last step is always saved, or choose another folder with --save-path"
             )
@@ -127,7 +127,7 @@ class Checkpoints:
         if not self._ranks.is_broken:
             return
         if self._ranks.tp_size > 1:
-            logger.info("weights of other tensor-parallel ranks were lost: continue from the last checkpoint")
+            logger.warning("weights of other tensor-parallel ranks were lost: continue from the last checkpoint")
         elif self._ranks.is_rank_zero and not self._is_half_written:
             folder = self._weights_folder()
             with atomic_folder.write(folder, replaceable=lambda _: False) as scratch:

@@ -358,7 +358,7 @@ class Run:
         """Restart the dead server with the newest weights."""
         if self._checkpoints.is_torn():
             raise error
-        logger.info(f"the server died: {error.message}")
+        logger.warning(f"the server died: {error.message}")
         newest = self._save() if self._checkpoints.step else None
         if newest is not None:
             self._checkpoints.pin(newest)

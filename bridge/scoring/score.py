@@ -233,7 +233,7 @@ class FailedScores:
         for kind, count in self._counts.items():
             if kind not in reported:
                 reported.add(kind)
-                logger.info(
+                logger.warning(
                     f"{self._batch}: {_completions(count)} left out for lack of a reward: {self._examples[kind]}"
                     " (reported once; all are counted)"
                 )

@@ -615,6 +615,7 @@ def test_advice_for_an_alarm_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     always = "has nothing to learn from: in each group all rewards are equal; likely cause: every reward is"
     assert caplog.messages[0].startswith(f"step 0 {always} 0; compare the completions")
     assert caplog.messages[1:] == [f"step {step} {always} {step}" for step in (3, 5)]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_a_step_without_any_reward_names_that_as_the_cause() -> None:
