@@ -32,12 +32,12 @@ def compiling_ahead(
     temperature: float,
     ranks: Ranks = ALONE,
 ) -> Iterator[None]:
-    """Compile the training step on a stand-in while the block waits for vLLM; the learner finds the code in memory.
+    """Compile the training step on a stand-in while the block waits for vLLM; the learner then reuses the code.
 
-    With `lora` an adapter is trained, else all weights.
+    With `lora` an adapter is trained, otherwise all weights.
 
-    vLLM compares what is free when it starts and when it has loaded: a stand-in takes its memory before the block, and
-    torch's allocator keeps it until the end. An error costs only time.
+    vLLM compares the free memory at its start with that after loading. The stand-in therefore takes its memory before
+    the block, and torch's allocator keeps it until the end. An error costs only time.
     """
     has_memory, is_over = threading.Event(), threading.Event()
 
@@ -61,7 +61,7 @@ def compiling_ahead(
 
     thread = threading.Thread(target=compile_all, name=COMPILER, daemon=True)
     try:
-        with deferred_interrupt():  # a thread that started half cannot be ended
+        with deferred_interrupt():  # a half-started thread cannot be joined
             thread.start()
         wait_until(has_memory.wait)
         yield
@@ -70,7 +70,7 @@ def compiling_ahead(
         wait_until(is_over.wait)
         thread.join()
     except BaseException:
-        with deferred_interrupt():  # a process that ends while torch compiles in a thread crashes
+        with deferred_interrupt():  # exiting while torch compiles in a thread crashes
             end_thread(thread)
         raise
     gc.collect()
@@ -79,7 +79,7 @@ def compiling_ahead(
 
 @contextmanager
 def _unlogged(*loggers: logging.Logger) -> Iterator[None]:
-    """Drop what this thread logs to `loggers` in the block: the real model logs the same."""
+    """Drop what this thread logs to `loggers` inside the block, since the real model logs the same lines."""
     own = threading.get_ident()
 
     def is_of_another_thread(record: logging.LogRecord) -> bool:
@@ -95,7 +95,7 @@ def _unlogged(*loggers: logging.Logger) -> Iterator[None]:
 
 
 def _compile_step(prepared: PreparedModel, choices: OptimizerConfig, temperature: float, ranks: Ranks) -> None:
-    """Compile what a step runs besides the layers: the log-probabilities, and the update of any parameter."""
+    """Compile the rest of a step: the log-probabilities, and the update of a parameter."""
     micro_batch, trained = pass_cost.example(prepared.model, 64, 32), layers.first_trained(prepared.model)
     logprobs_N, _ = prepared.logprobs(micro_batch, temperature)
     torch.autograd.grad(logprobs_N.sum(), trained)

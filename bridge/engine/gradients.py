@@ -1,6 +1,6 @@
-"""One call of `forward_backward`: samples become passes, their gradients add up, and log-probs come back in order.
+"""One call of `forward_backward`: samples become passes, their gradients are summed, and log-probs return in order.
 
-Shape suffixes: N rows (positions that predict a sampled token), of a micro-batch or of one sample.
+Shape suffixes: N rows (positions that predict a sampled token) of a micro-batch or of one sample.
 """
 
 import math
@@ -22,7 +22,7 @@ from bridge.passes.packing import MicroBatch, Sample
 from bridge.rollouts.distribution import filters
 
 Loss = Callable[[Tensor, MicroBatch], Tensor]
-"""Returns a micro-batch's part of an update's loss, given its log-probabilities: [N] float32 -> []."""
+"""Returns a micro-batch's contribution to an update's loss, given its log-probabilities: [N] float32 -> []."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,30 +30,30 @@ class Passes:
     """Result of `forward_backward`."""
 
     logprobs: Sequence[Tensor]
-    """Log-probabilities in nats of each sample's sampled tokens, in the order of the call, [N] float32."""
+    """Log-probabilities of each sample's sampled tokens in nats, in the order of the call, [N] float32."""
     entropies: Sequence[Tensor]
     """Entropies in nats, in the same order and shape."""
     metrics: Mapping[str, float]
-    """Over all ranks, by their names in `metrics.jsonl`: `loss`, `entropy`, `tokens_trained`, the mismatch with the
-    server, and those of the loss."""
+    """Metrics over all ranks, by their names in `metrics.jsonl`: `loss`, `entropy`, `tokens_trained`, the mismatch with
+    the server, and the metrics of the loss."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A sample of this rank's, as the caller gave it."""
+    """A sample that this rank trains on, as passed by the caller."""
 
     index: int
     """Position in the caller's list."""
     sample: Sample
     old_logprobs_N: Tensor | None
-    """Its log-probabilities from before the first update of the batch; None: this is the first."""
+    """Log-probabilities from before the first update of the batch; None: this is the first update."""
 
 
 class Gradients:
     """One call of `forward_backward` on this rank."""
 
     def __init__(self, trainable: Trainable, loss: Loss | LossConfig | None, given: Sequence[Given]) -> None:
-        """Take this rank's samples; UsageError if the loss needs what a call does not have."""
+        """Store this rank's samples. UsageError: the loss needs something that a single call cannot provide."""
         self._trainable = trainable
         self.given = given
         self._samples = [one.sample for one in given]
@@ -61,13 +61,13 @@ class Gradients:
         self._spec = LossSpec.of(LossConfig() if loss is None or callable(loss) else loss)
         if self._spec.top_entropy < 1:
             raise UsageError(
-                f"top_entropy is {self._spec.top_entropy:g}: one pass does not know the entropies of the others",
-                hint="give the other tokens an advantage of 0, or train with bridge run --top-entropy",
+                f"top_entropy is {self._spec.top_entropy:g}, but one pass does not know the entropies in the others",
+                hint="give the tokens to leave out an advantage of 0, or train with bridge run --top-entropy",
             )
         if self._loss is None and self._spec.kl_coef > 0 and trainable.reference is None:
             raise UsageError(
-                f"kl_coef is {self._spec.kl_coef:g}, and no reference is loaded",
-                hint="attach with it: bridge.attach(loss=bridge.LossConfig(kl_coef=..., reference_model=...))",
+                f"kl_coef is {self._spec.kl_coef:g}, but no reference model is loaded",
+                hint="pass it when attaching: bridge.attach(loss=bridge.LossConfig(kl_coef=..., reference_model=...))",
             )
         self._start()
 
@@ -82,7 +82,7 @@ class Gradients:
         self._sums = {name: torch.zeros(2, dtype=torch.float64, device=zero.device) for name in self._spec.metrics}
 
     def add(self, *, is_first: bool) -> None:
-        """Add the gradients; `is_first`: no earlier call of this update has added any."""
+        """Compute and add the gradients; `is_first`: no earlier call of this update has added any."""
         self._start()
         batches = self._trainable.budget.packs(self._samples, self._samples)
         if batches and not is_first:
@@ -90,22 +90,22 @@ class Gradients:
         self._trainable.add_gradients(batches, self._loss_of, widens=len(batches) > 1 or not is_first)
         release = self._trainable.choices.gradient_release
         if batches and not release and all(parameter.grad is None for parameter in self._trainable.parameters):
-            raise _not_a_loss("depends on no parameter of the model")
+            raise _not_a_loss("does not depend on any parameter of the model")
 
     def pack_for_one_pass(self) -> None:
-        """Pack the samples; UsageError if they need several passes."""
+        """Pack the samples into one pass. UsageError: they need several."""
         budget = self._trainable.budget
         self._batches = budget.packs(self._samples, self._samples)
         if len(self._batches) > 1:
             raise budget.too_few_for_one_pass(self._samples, len(self._batches), num_updates=1)
 
     def losses(self) -> list[Tensor]:
-        """Run the forward passes of `pack_for_one_pass`."""
+        """Run the forward passes that `pack_for_one_pass` packed, and return their losses."""
         self._start()
         return [self._loss_of(batch) for batch in self._batches]
 
     def _loss_of(self, batch: MicroBatch) -> Tensor:
-        if not filters(self._trainable.sampling):  # a teacher, say, of a student that is filtered
+        if not filters(self._trainable.sampling):  # for example a teacher, whose student is filtered
             batch = replace(batch, kept=None)
         logprobs_N, entropies_N = self._trainable.logprobs(batch)
         self._keep(batch, logprobs_N.detach(), entropies_N)
@@ -135,9 +135,9 @@ class Gradients:
         self._tally += measure(logprobs_N, batch.sampled_logprobs_N, self._spec.correction, sequences_N)
 
     def passes(self, *, are_own: bool) -> Passes:
-        """Wait for the device, and return what all ranks computed; with `are_own`, log-probs of this rank's samples.
+        """Wait for the device, and return all ranks' results; with `are_own`, log-probs of only this rank's samples.
 
-        Several ranks call it together.
+        All ranks must call it.
         """
         ranks = self._trainable.ranks
         own = {one.index: (self._logprobs[number], self._entropies[number]) for number, one in enumerate(self.given)}
@@ -168,7 +168,7 @@ class Gradients:
 
 
 def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
-    """Return the samples of one call; UsageError about the first that cannot be trained on."""
+    """Return the samples of one call as a list. UsageError: one of them cannot be trained on; the first is named."""
     if not isinstance(samples, Iterable):
         raise UsageError(
             f"samples is {described(samples)}, expected a list of bridge.Sample", hint="bridge.samples(groups)"
@@ -178,7 +178,7 @@ def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
     for index, sample in enumerate(taken):
         try:
             fault = _fault(sample, num_words) if isinstance(sample, Sample) else f"is {described(sample)}"
-        except TypeError as error:  # an entry that is no number
+        except TypeError as error:  # an entry that is not a number
             fault = f"cannot be used: {error}"
         if fault:
             raise UsageError(
@@ -188,7 +188,7 @@ def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
 
 
 def _fault(sample: Sample, num_words: int) -> str:
-    """Return what is wrong with a sample; empty: nothing. Lengths that fit together by chance would train others."""
+    """Describe what is wrong with a sample; empty: it is valid. Wrong lengths could silently train the wrong tokens."""
     tuples = ("prompt_token_ids", "token_ids", "sampled_logprobs", "advantages", "kept")
     other = next((name for name in tuples if not isinstance(getattr(sample, name), tuple)), None)
     if other is not None:
@@ -196,7 +196,7 @@ def _fault(sample: Sample, num_words: int) -> str:
     if not sample.prompt_token_ids or not sample.token_ids:
         return "has no prompt" if sample.token_ids else "has no tokens"
     if sample.sampled is not None and len(sample.sampled) != len(sample.token_ids):
-        return f"has {len(sample.token_ids)} tokens and {len(sample.sampled)} flags in sampled"
+        return f"has {len(sample.token_ids)} tokens but {len(sample.sampled)} flags in `sampled`"
     num_sampled = len(sample.token_ids) if sample.sampled is None else sum(sample.sampled)
     if not num_sampled:
         return "has no sampled token"
@@ -211,22 +211,22 @@ def _fault(sample: Sample, num_words: int) -> str:
     ids = *sample.prompt_token_ids, *sample.token_ids
     if min(ids) < 0 or max(ids) >= num_words:
         wrong_id = min(ids) if min(ids) < 0 else max(ids)
-        return f"has the token id {wrong_id}, and the model has {num_words:,} embeddings"
+        return f"has the token id {wrong_id}, but the model has only {num_words:,} embeddings"
     if len(sample.experts) % (2 * (sample.num_tokens - 1)):
         return f"has {len(sample.experts)} bytes of experts for {sample.num_tokens} tokens"
     return ""
 
 
 def refuse_other_logprobs(old: Sequence[Any], samples: Sequence[Sample], *, is_function: bool) -> None:
-    """Raise UsageError unless there is a log-probability of every sampled token, and the loss uses them."""
-    hint = "pass those of an earlier forward_backward with the same samples"
+    """Raise UsageError unless every sampled token has an old log-probability, and the loss uses them."""
+    hint = "pass the logprobs of an earlier forward_backward with the same samples"
     if is_function:
         raise UsageError(
-            "old_logprobs are for the ratios of a LossConfig, and loss is a function, which does not get them",
-            hint="let the function read them: batch.indices are the places of its samples",
+            "old_logprobs are only for the ratios of a LossConfig, but loss is a function, which does not get them",
+            hint="let the function read them itself: batch.indices has the index of each of its samples",
         )
     if len(old) != len(samples):
-        raise UsageError(f"old_logprobs are of {len(old)} samples, expected {len(samples)}", hint=hint)
+        raise UsageError(f"old_logprobs has {len(old)} samples, expected {len(samples)}", hint=hint)
     for index, (logprobs_N, sample) in enumerate(zip(old, samples, strict=True)):
         shape = tuple(logprobs_N.shape) if isinstance(logprobs_N, Tensor) else described(logprobs_N)
         if shape != (sample.num_trained,) or not logprobs_N.is_floating_point():
@@ -236,11 +236,11 @@ def refuse_other_logprobs(old: Sequence[Any], samples: Sequence[Sample], *, is_f
                 hint=hint,
             )
     if samples and any(logprobs_N.isnan().any() for logprobs_N in old):
-        raise UsageError("old_logprobs are NaN: these log-probabilities are not known", hint=hint)
+        raise UsageError("old_logprobs has NaN, which marks unknown log-probabilities", hint=hint)
 
 
 def _one_number(loss: Any) -> Tensor:
-    """Return what a function returned as a scalar; UsageError if it cannot be a loss."""
+    """Return the result of a loss function as a scalar. UsageError: it is not a scalar with a gradient."""
     if not isinstance(loss, Tensor):
         raise _not_a_loss(f"is {described(loss)}")
     if loss.numel() != 1 or not loss.is_floating_point():

@@ -1,4 +1,4 @@
-"""Make a model trainable: prepare it, make its optimizer, and allocate all memory that does not depend on a batch."""
+"""Make a model trainable: prepare it, create its optimizer, and allocate all memory that does not depend on a batch."""
 
 import logging
 import shlex
@@ -37,13 +37,13 @@ def prepared_of(
     experts: tuple[int, int] | None = None,
     ranks: Ranks = ALONE,
 ) -> PreparedModel:
-    """Prepare a model for training passes, in parts if the server holds it in parts.
+    """Prepare a model for training passes; with tensor parallelism, this rank's part of it.
 
-    `max_model_len` is the length of the server's longest sequence; None: unknown. `experts` are the numbers of layers
-    with experts and of experts of a token that the server reports; None: the trainer's routers choose.
+    `max_model_len` is the length of the server's longest sequence; None: unknown. `experts` is the server's number of
+    layers with experts, and of experts per token; None: the trainer's routers choose.
 
     Raises:
-        AttachError: parts of the server's weights differ that should be the same.
+        AttachError: weights that the server's ranks share differ between them.
         UnsupportedModelError: the model cannot be trained as configured.
     """
     parallel = _divided(opened, ranks)
@@ -77,7 +77,7 @@ def trainable_of(
     trained, else all weights. `seed` is that of stochastic rounding, and errors name `model_name`.
 
     Raises:
-        UsageError: it does not fit.
+        UsageError: it does not fit into memory.
         UnsupportedModelError: the reference cannot be prepared like the model.
     """
     model = opened.model
@@ -130,28 +130,28 @@ def _state(
     weights: Mapping[str, nn.Parameter],
     ranks: Ranks,
 ) -> InPlaceOptimizer | WholeState:
-    """Return what a checkpoint holds of the optimizer: parts of several ranks are put together."""
+    """Return the optimizer state as a checkpoint stores it: the parts of several ranks are joined."""
     if not opened.cuts:
         return optimizer
-    assert isinstance(optimizer, ShardedOptimizer), "an optimizer of the user's has no parts"
+    assert isinstance(optimizer, ShardedOptimizer), "the state of a user's optimizer cannot be joined"
     whole = WholeState(optimizer, weights, Parts(cuts=opened.cuts, tp_group=ranks.tp_group))
     if whole.codes is not None:
         logger.info(
-            "checkpoints hold the optimizer's codes as a single process has them: those of tensor-parallel ranks are"
-            " decoded and coded again, which rounds where their blocks differ"
+            "checkpoints store quantized optimizer state as a single process does: that of tensor-parallel ranks is"
+            " decoded and quantized again, with rounding where blocks differ"
         )
     return whole
 
 
 def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
-    """Let the model compute with this rank's part of the weights, and check the result; None: it has all of them."""
+    """Make the model compute with this rank's part of the weights, and check the result; None: it has all weights."""
     if not opened.cuts:
         return None
     differing = [*Parts(cuts=opened.cuts, tp_group=ranks.tp_group).differing(dict(opened.model.named_parameters()))]
     if differing:
-        more = f", and of {len(differing) - 1} more" if len(differing) > 1 else ""
+        more = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
         raise AttachError(
-            f"the server's ranks hold different values of {differing[0]}{more}, which they share",
+            f"the server's ranks hold different values of {differing[0]}{more}, which should be equal on all of them",
             hint="restart the server, or restore a checkpoint: bridge restore",
         )
     parallel = divide(opened.model, opened.cuts, ranks.tp_group.process_group)
@@ -160,7 +160,7 @@ def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
 
 
 def _log_rates(choices: OptimizerConfig, lr: float, trained: str) -> None:
-    """Log a learning rate that was not chosen, and a weight decay without effect."""
+    """Log a default learning rate, and a weight decay that has no effect."""
     if choices.lr is None:
         logger.info(f"learning rate {lr:g}, the default for {trained}; set it with --lr")
     if choices.weight_decay and lr * choices.weight_decay <= factory.LEAST_DECAY:
@@ -171,7 +171,7 @@ def _log_rates(choices: OptimizerConfig, lr: float, trained: str) -> None:
 
 
 def _replicated(model: PreTrainedModel, parallel: Parallel) -> Replicated:
-    """Return each parameter of which several ranks hold the same elements, and those that another rank counts."""
+    """Return each parameter that several ranks hold, with the indices of elements that another rank counts."""
     counted_elsewhere: dict[Tensor, list[range]] = {}
     for shared in parallel.shared:
         parameter = model.get_parameter(shared.name)

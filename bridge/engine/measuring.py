@@ -30,15 +30,15 @@ from bridge.weights.attach import OpenedModel
 logger = logging.getLogger(__name__)
 
 SKIPS_IN_A_ROW = 3
-"""Steps in a row whose first gradient is not finite, after which the run ends: the next would be no better."""
+"""The run ends after this many consecutive steps whose first gradient is not finite: the next would not be better."""
 ROUNDING = 1e-9
 """Tolerance for rounding in a weighted sum of rewards."""
 
 
 def step_metrics(step: int, *measured: Mapping[str, Any]) -> StepMetrics:
-    """Return the record of one step: `rollouts`, `times`, what the learner and the trainer measured.
+    """Return the record of one step, from the results of `rollouts` and `times`, the learner and the trainer.
 
-    Metrics that were not measured are NaN, null in `metrics.jsonl`.
+    Metrics that were not measured are NaN, which is null in `metrics.jsonl`.
     """
     record = StepMetrics(dict.fromkeys(RECORDED, math.nan))
     for part in (*measured, {"step": step}):
@@ -49,10 +49,10 @@ def step_metrics(step: int, *measured: Mapping[str, Any]) -> StepMetrics:
 
 
 def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[str, Any]:
-    """Return the metrics of a step's rollouts, whose batch was complete when the server had version `served`.
+    """Return the metrics of a step's rollouts; the server had version `served` when the batch was complete.
 
-    They include the groups that --skip-without-signal replaced. Without those, the mean reward would be that of the
-    problems that are neither always nor never solved.
+    They include the groups that --skip-without-signal replaced. Without these, the mean reward would cover only
+    problems that are sometimes solved.
     """
     completions, every_group = _sampled(groups), [*groups, *stream.skipped]
     by_lag = lags(completions, served)
@@ -73,9 +73,9 @@ def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[st
 
 
 def sampled_entropy(completions: Sequence[Completion]) -> float:
-    """Estimate the policy's entropy by the mean of -log-prob of the sampled tokens; NaN if the server sent none.
+    """Estimate the policy's entropy as the mean of -log-prob of the sampled tokens; NaN if the server sent none.
 
-    The learner's own value, over all words at each token, replaces it where the step trains on anything.
+    If the step trains on anything, the learner's exact value, over the full vocabulary, replaces this estimate.
     """
     logprobs = [
         logprob
@@ -97,21 +97,21 @@ def times(fence: FenceTimes, *, rollout_s: float, train_s: float) -> dict[str, A
 
 
 def devices(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Return what the ranks' devices can do, and the peak memory of this process so far.
+    """Return the peak operations per second of all ranks' devices, and this process's peak memory so far.
 
-    That is memory of the GPU or, on the CPU, of the whole process.
+    The memory is the GPU's or, on the CPU, the process's.
     """
     if device.type == "cuda":
         peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
     else:
-        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux reports KiB
     return {"peak_memory_gib": peak_gib, "device": device.type, "peak_flops": peak_flops(device) * world_size}
 
 
 def evaluation(
     groups: Sequence[Group], *, step: int, version: int, seconds: float, pass_reward: float = 1.0
 ) -> Evaluation:
-    """Return the metrics of an evaluation, with pass@k for the powers of two up to the completions of a problem."""
+    """Return the metrics of an evaluation, with pass@k for powers of two up to the completions per problem."""
     most = max((len(group.completions) + len(group.unscored) for group in groups), default=0)
     several = [2**power for power in range(most.bit_length())]
     passed = {str(k): pass_at(groups, k, pass_reward) for k in dict.fromkeys([*several, *[most] * (most > 0)])}
@@ -120,9 +120,9 @@ def evaluation(
 
 
 def pass_at(groups: Sequence[Group], k: int, pass_reward: float) -> float:
-    """Return the share of the problems that at least one of k completions passes, without bias; NaN if none has k.
+    """Return pass@k: the unbiased estimate of how many problems at least one of k completions passes, as a share.
 
-    Problems with fewer than k scored completions are left out.
+    Problems with fewer than k scored completions are left out; NaN if no problem has k.
 
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), equation 1.
     """
@@ -162,7 +162,7 @@ def summary(
 
 
 def nothing_learnt(metrics: StepMetrics) -> str | None:
-    """Return why a step taught nothing, and the likely cause; None if at least one group has a signal."""
+    """Return why a step had nothing to learn from, and the likely cause; None if at least one group has a signal."""
     if metrics.no_signal_share < 1 or math.isnan(metrics.no_signal_share):
         return None
     if metrics.unscored and math.isnan(metrics.reward_mean):
@@ -183,47 +183,47 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
 
 
 class Alarms:
-    """Logs what is wrong with a step, in the first of consecutive steps with the same alarm.
+    """Logs what is wrong with a step; of consecutive steps with the same alarm, only the first is logged.
 
-    What an alarm says behind its last semicolon, such as what to do, is logged once in a run.
+    The part of an alarm after its last semicolon, such as a hint, is logged once per run.
     """
 
     def __init__(self, *, mismatch_limit: float) -> None:
         self._mismatch_limit = mismatch_limit
         self._active: dict[str, str | None] = {}
-        """Alarms of the last step, by their kind."""
+        """Alarms of the last step, by kind."""
         self._explained: set[str] = set()
-        """Second parts of alarms that were logged."""
+        """Hints of alarms that have been logged already."""
         self._is_ahead = False
-        """Whether the server has older weights than the next batch is trained on, as in mode `none` between reloads."""
+        """Whether the server has older weights than the trainer, as in mode `none` between reloads."""
         self._skipped = 0
-        """Steps in a row without an update because the first gradient was not finite."""
+        """Number of consecutive steps without an update because the first gradient was not finite."""
 
     def check(self, metrics: StepMetrics, *, is_published: bool) -> None:
-        """Log a mismatch between vLLM and the trainer, unless it is expected, and a step that taught nothing."""
+        """Log an unexpected mismatch between vLLM and the trainer, and a step that had nothing to learn from."""
         self._sound("mismatch", None if self._is_ahead else mismatch_alarm(metrics, self._mismatch_limit))
         self._is_ahead = not is_published
         self._sound("signal", nothing_learnt(metrics))
 
     def count_skipped(self, metrics: StepMetrics) -> None:
-        """Log a skipped update; the step was published with the weights of the update before.
+        """Log a skipped update; the step was published with the weights of the preceding update.
 
         Raises:
-            UsageError: too many in a row.
+            UsageError: too many consecutive steps had no update.
         """
         if metrics.updates:
             self._skipped = 0
         if not metrics.skipped_updates:
             return
         if metrics.updates:
-            left = f"{metrics.updates} updates of the batch were taken before it, and none after it"
+            left = f"{metrics.updates} updates of the batch were applied before it, and none after it"
         else:
             self._skipped += 1
-            left = f"no weight was changed ({self._skipped} in a row; the run ends after {SKIPS_IN_A_ROW})"
+            left = f"no weight was changed ({self._skipped} consecutive steps; the run ends after {SKIPS_IN_A_ROW})"
         logger.warning(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
         if self._skipped == SKIPS_IN_A_ROW:
             raise UsageError(
-                f"the gradients of {SKIPS_IN_A_ROW} steps in a row were not finite; no weight was changed in them",
+                f"the gradients of {SKIPS_IN_A_ROW} consecutive steps were not finite; these steps changed no weight",
                 hint="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
                 " check the model with bridge verify",
             )
@@ -237,14 +237,14 @@ class Alarms:
 
 
 def lags(completions: Sequence[Completion], served: int) -> Counter[int]:
-    """Count the tokens of known version by how many versions older than `served` they are."""
+    """Count the tokens whose version is known, by how many versions older than `served` they are."""
     return Counter(
         served - version for sequence in _sequences(completions) for version in sequence.versions if version is not None
     )
 
 
 def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the fields that steps and evaluations have in common; a mean of nothing is NaN."""
+    """Return the metrics that steps and evaluations have in common; a mean of nothing is NaN."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = _sampled(groups)
     with_tools = [completion for completion in completions if completion.sampled is not None]
@@ -272,6 +272,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _sampled(groups: Sequence[Group]) -> list[Completion]:
-    """Return every completion, those with a reward first."""
+    """Return all completions, the ones with a reward first."""
     scored = [completion for group in groups for completion in group.completions]
     return scored + [unscored.completion for group in groups for unscored in group.unscored]

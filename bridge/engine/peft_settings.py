@@ -1,4 +1,4 @@
-"""PEFT's `LoraConfig` as Bridge's: the adapter that it describes, or one line about what Bridge does not train."""
+"""Translate PEFT's `LoraConfig` into Bridge's, or raise UsageError about settings that Bridge does not train."""
 
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,17 @@ from bridge.errors import UsageError
 from bridge.weights import skeleton
 
 DESCRIPTIVE = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
-"""Fields that do not change what is trained."""
+"""PEFT fields that do not change what is trained."""
 TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules"}
 
 
 def lora_of(settings: Any, model: str | Path) -> LoraConfig:
-    """Return the choices of an adapter of `model`; those of Bridge's own `LoraConfig` are returned as they are.
+    """Return the settings of an adapter of `model` as Bridge's `LoraConfig`, which is returned unchanged if given.
 
-    Without `target_modules` they are those that PEFT has for models of this type.
+    The default `target_modules` are PEFT's for models of this type.
 
     Raises:
-        UsageError: the settings are not those of a LoRA, or have a part that Bridge does not train.
+        UsageError: these are not LoRA settings, or they include something that Bridge does not train.
     """
     if isinstance(settings, LoraConfig):
         return settings
@@ -36,7 +36,7 @@ def lora_of(settings: Any, model: str | Path) -> LoraConfig:
         raise UsageError(
             f"peft.LoraConfig has {', '.join(f'{name}={value!r}' for name, value in odd.items())}, which Bridge does"
             " not train",
-            hint="leave it out, or train with PEFT and without Bridge",
+            hint="leave it out, or train this adapter with PEFT instead of Bridge",
         )
     targets = _default_targets(str(model)) if settings.target_modules is None else settings.target_modules
     if targets is None or (isinstance(targets, str) and targets != "all-linear"):
@@ -49,7 +49,7 @@ def lora_of(settings: Any, model: str | Path) -> LoraConfig:
 
 
 def _default_targets(model: str) -> list[str] | None:
-    """Return the layers that PEFT adapts in models of this type by default; None: it has none, or there is no model."""
+    """Return PEFT's default target modules for models of this type; None: there are none, or the model is missing."""
     from peft.tuners.lora import LoraModel
 
     try:

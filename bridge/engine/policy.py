@@ -1,16 +1,16 @@
 """The model of a live server, and everything that trains it: sample, forward and backward, step, save and load.
 
     policy.sample(prompts)                       completions, with log-probabilities and versions
-    policy.forward_backward(samples, loss)       gradients, any number of times; log-probs in the caller's order
+    policy.forward_backward(samples, loss)       add gradients; returns log-probs in the caller's order
     policy.optim_step()                          the fence: pause, write, publish
     policy.save_state(folder), load_state        weights, optimizer and random state
 
-Its parameters are the server's memory: nothing is copied, and the server generates with the new weights from the next
+The parameters are the server's memory: nothing is copied, and the server generates with the new weights from the next
 token on. `bridge run` is a loop over a policy; `bridge.attach` and `bridge.serve` return one. With several ranks, each
-has a policy, and they call its methods together.
+has a policy, and all ranks must call its methods.
 
-Threads may share one: calls that compute with, change or copy the weights wait for each other, and so do calls of
-`sample`. Inside such a call no other is possible, neither from a hook of an optimizer nor from a callback.
+Threads may share a policy: calls that compute with, change or copy the weights wait for each other, and so do calls of
+`sample`. Such a call must not be nested in another, for example in an optimizer hook or a callback.
 
 Not covered: how weights reach the server (`bridge/modes`), passes (`bridge/passes`), losses (`bridge/learn`).
 """
@@ -76,13 +76,13 @@ Score = Callable[[Problem, str], float]
 Prompt = str | Sequence[Message] | Sequence[int] | Problem
 """Text, chat messages, token ids, or a dictionary with text or messages as `prompt`."""
 CHANGEABLE = {"group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop"}
-"""Choices of `SamplingConfig` that a call of `sample` may replace."""
+"""Fields of `SamplingConfig` that a call of `sample` may override."""
 BEYOND_TRAINING = {"group_size": 1, "temperature": 0}
-"""Sampling parameters that a single call may use and no run trains with: one completion, greedy tokens."""
+"""Values that a call of `sample` may use although no run trains with them: a single completion, greedy tokens."""
 PER_CALL = {"n": "group_size", "max_tokens": "max_new_tokens"}
-"""vLLM's names of these; all others have one name."""
+"""vLLM's names of parameters that Bridge names differently."""
 MOST_IDS = 2**31
-"""More than any vocabulary has; a tokenizer cannot even look up more."""
+"""Token ids must be smaller than this: no vocabulary is larger, and tokenizers fail on larger ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +91,19 @@ class Step:
 
     times: FenceTimes
     grad_norm: float
-    """Before clipping."""
+    """Global gradient norm before clipping."""
     changed_weight_share: float
-    """Share of the trained weights whose stored word changed."""
+    """Share of the trained weights whose stored value changed."""
 
     @property
     def version(self) -> int:
-        """The version that was published."""
+        """The version of the weights that this step published."""
         return self.times.version
 
 
 @dataclass
 class _Sleep:
-    """A fence that is open because passes compute in the memory of the server's KV cache."""
+    """A fence that is open between calls because passes use the memory of the server's KV cache."""
 
     fence: ExitStack
     preparing: ExitStack
@@ -111,20 +111,20 @@ class _Sleep:
 
 
 class Policy:
-    """The model of a live server, attached to this process: one copy of the weights. Made by `attach` and `serve`.
+    """A live server's model, attached to this process: one copy of the weights. Created by `attach` and `serve`.
 
-    A context manager; leaving it returns the server to others, with the weights that were published last.
+    It is a context manager; on exit it returns the server to other trainers, with the weights published last.
     """
 
     model: PreTrainedModel
-    """The transformers model, in evaluation mode. Its parameters are the server's: change them inside the fence only.
+    """The transformers model, in evaluation mode. Its parameters are the server's: change them only inside the fence.
 
-    The first pass gives it attention for packed sequences; from then on it takes no padding."""
+    The first pass gives it attention for packed sequences; from then on it refuses padding."""
 
     def __init__(
         self, config: TrainConfig, context: RunContext, *, run_dir: Path | None = None, held: ExitStack | None = None
     ) -> None:
-        """Connect to the server that `config` names; `open` follows. What is `held` is closed with the policy."""
+        """Connect to the server that `config` names; call `open` next. The stack `held` is closed with the policy."""
         self._held = held or ExitStack()
         self._reads_only = context.reads_only
         self._run_dir = run_dir
@@ -136,13 +136,13 @@ class Policy:
         self._closed = False
         self._pid = os.getpid()
         self._turn = threading.Lock()
-        """Held by a call that computes with, changes or copies the weights."""
+        """Held by the call that computes with, changes or copies the weights."""
         self._current: tuple[int, str] | None = None
         """The thread and the name of that call."""
         self._failed = ""
         """The call that failed inside the fence and left the server paused; empty: none."""
         self._sleep: _Sleep | None = None
-        """None: no fence is open between two calls."""
+        """The fence that is open between two calls; None: there is none."""
         self._opened: OpenedModel | None = None
         self.mode = self.ranks.run_on_all(lambda: WAYS[config.way](config, context))
         """The mode: how weights reach the server."""
@@ -158,7 +158,7 @@ class Policy:
             self._failed = "an earlier policy of this process"
 
     def open(self) -> Self:
-        """Attach to the server's weights, once; nothing is copied.
+        """Attach to the server's weights without copying them. Call it once.
 
         Raises:
             AttachError: the weights are half-written.
@@ -183,10 +183,10 @@ class Policy:
             self.close()
 
     def close(self) -> None:
-        """Return the server to other trainers, and close the connections; a second time does nothing.
+        """Return the server to other trainers, and close the connections; a second call does nothing.
 
-        A call of another thread that computes with the weights is waited for, one of `sample` is cancelled. In a
-        process that was forked from this one, only that process's copies of the connections are closed.
+        It waits for another thread's call that computes with the weights, and cancels another thread's `sample`. In a
+        forked process, it closes only that process's copies of the connections.
         """
         if self._closed:
             return
@@ -203,12 +203,12 @@ class Policy:
             if self._pid == os.getpid():
                 self._held.close()
 
-    # What it is.
+    # Properties.
 
     @property
     def opened(self) -> OpenedModel:
-        """The model to train, and where its weights are."""
-        assert self._opened is not None, "open comes first"
+        """The model to train, and the location of its weights."""
+        assert self._opened is not None, "call open first"
         return self._opened
 
     @property
@@ -217,12 +217,12 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Number of updates that were published since the server loaded its weights."""
+        """Number of updates published since the server loaded its weights."""
         return self.mode.version
 
     @property
     def sampling(self) -> SamplingConfig:
-        """Default parameters of `sample`: `group_size`, `max_new_tokens`, `temperature` and so on."""
+        """Default parameters of `sample`: `group_size`, `max_new_tokens`, `temperature` and others."""
         return self.config.sampling
 
     @property
@@ -240,7 +240,7 @@ class Policy:
         return skeleton.tokenizer(self.config.model_name)
 
     def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Encode and end completions with another tokenizer of the same tokens, such as one with another template."""
+        """Use a different tokenizer with the same tokens, for example one with a different chat template."""
         self.tokenizer = tokenizer
         if "_sampler" in vars(self):
             self._sampler.close()
@@ -249,10 +249,10 @@ class Policy:
 
     @cached_property
     def prepared(self) -> PreparedModel:
-        """The model as passes compute with it; made at the first use, which checks what packing changes.
+        """The model prepared for training passes; the first use prepares it, and checks that packing is exact.
 
         Raises:
-            UnsupportedModelError: the model cannot be trained as configured; it is as it was.
+            UnsupportedModelError: the model cannot be trained as configured; it is left unchanged.
         """
         made = prepared_of(
             self.config.compute, self.opened,
@@ -263,11 +263,11 @@ class Policy:
 
     @cached_property
     def trainable(self) -> Trainable:
-        """The model with the optimizer of `config` and the memory of its passes, made at the first use.
+        """The model with the optimizer of `config` and its memory budget, created at the first use.
 
         Raises:
-            UsageError: it does not fit, or the policy only reads.
-            UnsupportedModelError: as `prepared`.
+            UsageError: it does not fit into memory, or the policy is read-only.
+            UnsupportedModelError: the model cannot be trained as configured.
         """
         self._refuse_to_write()
         config = self.config
@@ -280,7 +280,7 @@ class Policy:
         )  # fmt: skip
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the trained parameters, for an optimizer: a tied parameter once."""
+        """Return the trained parameters for an optimizer; tied parameters appear once."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     # Sampling.
@@ -297,19 +297,22 @@ class Policy:
     ) -> list[Group]:
         """Sample completions of each prompt, with log-probabilities and versions.
 
-        A prompt is text, chat messages, token ids, or a dictionary with text or messages as `prompt` and what `score`
-        needs beside it. `score(problem, text)` returns a completion's reward, in this process; without it rewards are
-        0. The same `seed` samples the same completions from the same weights; by default each call has another one. The
-        model's chat template gets `chat_template_kwargs`. `parameters` replace those of `sampling` in this call, by its
-        names or vLLM's: `n`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `stop`. Passes do not know them:
-        they compute at the temperature and over the words of `sampling`, so train on what was sampled with those. With
-        `prompt_logprobs` each completion has the log-probabilities of the prompt's tokens, at temperature 1; the server
-        then computes the prompt anew for each completion: `n=1, max_tokens=1` scores a text.
+        A prompt is text, chat messages, token ids, or a dictionary with text or messages as `prompt` and any other
+        fields that `score` needs. `score(problem, text)` runs in this process and returns a completion's reward; by
+        default rewards are 0. The same `seed` samples the same completions from the same weights; by default each call
+        uses a new seed. `chat_template_kwargs` are passed to the model's chat template.
+
+        `parameters` override those of `sampling` for this call, under its names or vLLM's: `n`, `max_tokens`,
+        `temperature`, `top_p`, `top_k`, `min_p`, `stop`. Training passes do not use these overrides: they compute with
+        the temperature and the filters of `sampling`, so train only on completions that were sampled with those.
+
+        With `prompt_logprobs` each completion has the log-probabilities of the prompt's tokens, at temperature 1. The
+        server then recomputes the prompt for each completion, so use `n=1, max_tokens=1` to score a text.
 
         Raises:
-            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, a parameter is unknown, or the
-                server rejects a request, for example because a prompt is too long; or the call is inside one that
-                changes the weights.
+            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, a parameter is unknown, the server
+                rejects a request (for example because a prompt is too long), or the call is nested in one that changes
+                the weights.
             AttachError: the weights are half-written.
             RewardError: a prompt cannot be encoded, or a reward is not a finite number.
             ServerUnreachableError: the server does not answer.
@@ -319,12 +322,12 @@ class Policy:
             return request.joined(self.ranks.run_and_gather(lambda: self._sampled(request, score)))
 
     def _sampled(self, request: "_Request", score: Score | None) -> dict[int, Group]:
-        """Sample and score this replica's prompts, and return their groups by their places in the call."""
+        """Sample and score this replica's prompts, and return their groups by index in the call."""
         try:
             sampled = self._sampler.loop.run(request.sampled(self._sampler))
         except asyncio.CancelledError:
-            self._refuse_misplaced("sample")  # another thread closed it
-            self._refuse_half_written("sample")  # or failed inside the fence
+            self._refuse_misplaced("sample")  # another thread may have closed the policy
+            self._refuse_half_written("sample")  # or may have failed inside the fence
             raise
         return request.scored(sampled, score)
 
@@ -338,11 +341,11 @@ class Policy:
         prompt_logprobs: bool = False,
         **parameters: Any,
     ) -> list[Group]:
-        """Sample as `sample` does, without blocking the event loop; several calls sample at the same time.
+        """Sample as `sample` does, without blocking the event loop; several calls may run concurrently.
 
-        Cancelling it cancels its requests. `score` is called in the event loop's thread. It samples for one rank.
+        Cancelling it cancels its requests. `score` is called in the event loop's thread. Only for a single rank.
         """
-        self._refuse_misplaced("sample_async")  # here: another thread asks below, for which it is in its place
+        self._refuse_misplaced("sample_async")  # check in this thread; another one samples below
         self._refuse_several_ranks("sample_async", "policy.sample")
         request = await asyncio.to_thread(
             self._request, prompts, score, seed, chat_template_kwargs, prompt_logprobs, parameters
@@ -367,11 +370,11 @@ class Policy:
         parameters: Mapping[str, Any],
     ) -> "_Request":
         _refuse_arguments(prompts, score, seed, chat_template_kwargs, prompt_logprobs)
-        prompts = prompts if isinstance(prompts, str | Mapping) else [*prompts]  # any iterable, taken once
+        prompts = prompts if isinstance(prompts, str | Mapping) else [*prompts]  # any iterable, consumed once
         problems.check_prompts(prompts)
         if any(isinstance(prompt, Integral) for prompt in prompts):
             raise UsageError(
-                f"prompts is one prompt of token ids, {str(prompts)[:80]}, expected a list of prompts",
+                f"prompts is a single prompt of token ids, {str(prompts)[:80]}, expected a list of prompts",
                 hint="policy.sample([ids])",
             )
         whole = [self._problem(prompt) for prompt in prompts]
@@ -414,10 +417,10 @@ class Policy:
         return whole
 
     def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
-        """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
+        """Return a given text as a sample with an advantage of 1, for supervised training.
 
-        The completion ends as a sampled one does: after chat messages by the token that ends a turn in the model's chat
-        template, else by the end-of-sequence token. Its log-probabilities are unknown (NaN).
+        The completion ends like a sampled one: after chat messages with the token that ends a turn in the model's chat
+        template, otherwise with the end-of-sequence token. Its log-probabilities are unknown (NaN).
         """
         self._refuse_closed("encode")
         ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
@@ -426,7 +429,7 @@ class Policy:
             end = self._vocabulary.end_id
         ids += [end] if end is not None else []
         if not ids:
-            raise UsageError(f"the completion {completion!r} has no tokens", hint="leave it out")
+            raise UsageError(f"the completion {completion!r} has no tokens", hint="leave this completion out")
         return Sample(
             prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
             token_ids=tuple(ids),
@@ -457,7 +460,7 @@ class Policy:
 
         Raises:
             UsageError: a sample is invalid.
-            UnsupportedModelError: packing does change it.
+            UnsupportedModelError: packing changes what the model computes.
         """
         self._refuse_closed("pack")
         samples = checked(samples, self.opened.model.get_input_embeddings())
@@ -467,13 +470,13 @@ class Policy:
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return this process's log-probabilities of the sampled tokens at the sampling temperature, and the entropies.
 
-        Only the first have a gradient; both are in nats, and aligned with `batch.sampled_logprobs_N`. If this policy's
-        `sampling` has a `top_k`, `top_p` or `min_p`, both are of the distribution over the tokens that these kept.
+        Only the log-probabilities have a gradient. Both are in nats, and aligned with `batch.sampled_logprobs_N`. If
+        this policy's `sampling` has `top_k`, `top_p` or `min_p`, both are over the tokens that these filters kept.
 
         Shapes: -> [N] float32, [N] float32.
         """
         self._refuse_closed("logprobs")
-        if not filters(self.sampling):  # a teacher, say, of a student that is filtered
+        if not filters(self.sampling):  # for example a teacher, whose student is filtered
             batch = replace(batch, kept=None)
         return self.prepared.logprobs(batch, self.sampling.temperature)
 
@@ -487,16 +490,16 @@ class Policy:
     ) -> Passes:
         """Add the gradients of a loss over these samples; `optim_step` takes the step.
 
-        Passes are as large as memory allows, and gradients of many of them add up in float32. The losses of all passes
-        add up, too: `samples` has weights with which that is an average. `loss` is a function of the log-probabilities
-        and their micro-batch; or a `LossConfig`, by default DAPO's, whose probability ratios are to `old_logprobs`, one
-        tensor for each sample in the order of `samples`; None: this is the first update of the batch, and all are 1.
+        Passes are as large as memory allows. Gradients of many passes are summed in float32. Losses are summed, too;
+        the weights of `samples` make the sum an average. `loss` is a function of the log-probabilities and their
+        micro-batch, or a `LossConfig`, by default DAPO's. A `LossConfig` computes probability ratios relative to
+        `old_logprobs`, one tensor per sample, in order; None: this is the batch's first update, and all ratios are 1.
 
-        Several ranks call it together, with the same samples, which they share out; or each with its own (`are_own`).
+        All ranks must call it: with the same samples, which are divided among them, or each with its own (`are_own`).
 
         Raises:
-            UsageError: a sample is invalid, they do not fit into memory, the loss is not one number with a gradient, or
-                the policy only reads. A loss that is not finite is found by `optim_step`.
+            UsageError: a sample is invalid, a sample does not fit into memory, the loss is not one number with a
+                gradient, or the policy is read-only. A loss that is not finite is reported by `optim_step`.
             UnsupportedModelError: the model cannot be trained as configured.
         """
         self._refuse_to_write()
@@ -518,7 +521,7 @@ class Policy:
         if self.trainable.choices.gradient_release:
             self._refuse_gradients_beside_release()
         try:
-            # outside of the block that defers Ctrl-C: it changes who handles it until the step
+            # Keep this outside of the block that defers Ctrl-C, since it changes the handler until the step.
             self._sleep_if_short([one.sample for one in call.given], in_flight)
             with deferred_interrupt():
                 is_first = not self._num_passes
@@ -535,15 +538,15 @@ class Policy:
     ) -> Step:
         """Step the policy's optimizer with the gradients, inside the fence, publish the result, and drop the gradients.
 
-        `lr` and `max_norm`, to which gradients are clipped before it, default to those of the policy's
-        `OptimizerConfig`. Requests in flight are kept, drained or aborted. Ctrl-C is deferred to the end of the step.
-        An error drops the gradients, too, unless it is about an argument: repeat the passes.
+        Gradients are first clipped to `max_norm`. `lr` and `max_norm` default to the policy's `OptimizerConfig`.
+        Requests in flight are kept, drained or aborted. Ctrl-C is deferred to the end of the step. An error also drops
+        the gradients, unless it is about an argument; repeat the passes then.
 
         Raises:
             GradientError: the gradients' norm is not finite; nothing was changed.
-            UsageError: there are no gradients, a number is out of range, or the policy only reads.
+            UsageError: there are no gradients, a number is out of range, or the policy is read-only.
             AttachError: the server refuses the fence, or the weights are half-written.
-            ServerUnreachableError: the server is gone.
+            ServerUnreachableError: the server does not answer.
         """
         self._refuse_to_write()
         with self._alone("optim_step"):
@@ -551,12 +554,12 @@ class Policy:
             if not self._num_passes:
                 raise UsageError(
                     "policy.optim_step: there are no gradients",
-                    hint="call policy.forward_backward(samples) before it",
+                    hint="call policy.forward_backward(samples) first",
                 )
             _refuse_in_flight("optim_step", in_flight)
             if self._sleep is not None and in_flight is not None:
                 raise UsageError(
-                    f"in_flight={in_flight!r} has no effect: forward_backward has paused the server already, for the"
+                    f"in_flight={in_flight!r} has no effect: forward_backward has already paused the server, for the"
                     " memory of its KV cache",
                     hint="attach with publishing=bridge.PublishingConfig(in_flight=...), or call train_step",
                 )
@@ -564,13 +567,13 @@ class Policy:
             return self._take_step("optim_step", in_flight)
 
     def _take_step(self, call: str, in_flight: InFlight | None) -> Step:
-        with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+        with deferred_interrupt():  # else a loop that continues after Ctrl-C would add to applied gradients
             try:
                 norm = self.trainable.exchange()
                 self._refuse_infinite(norm)
                 with self._window(call, Update(in_flight=in_flight)) as window:
                     self.trainable.step(norm)
-            except BaseException as error:  # who repeats the passes would add the same gradients again
+            except BaseException as error:  # repeated passes would add the same gradients again
                 self._drop_gradients()
                 self._wake(error)
                 raise
@@ -587,9 +590,10 @@ class Policy:
         max_norm: float | None = None,
         in_flight: InFlight | None = None,
     ) -> tuple[Passes, Step]:
-        """Do `forward_backward` and `optim_step` at once: with gradient release, in one backward pass in the fence.
+        """Run `forward_backward` and `optim_step` as one call, with the same arguments and errors.
 
-        No other thread's call comes between the two. Arguments and errors are theirs.
+        No other thread's call can come between the two. With gradient release, both are one backward pass inside the
+        fence.
         """
         self._refuse_to_write()
         with self._alone("train_step"):
@@ -605,7 +609,7 @@ class Policy:
                 self._refuse_gradients_beside_release()
                 sleeps = self._wants_sleep([one.sample for one in call.given])
                 with self._window("train_step", Update(in_flight=in_flight, sleep=sleeps)) as window:
-                    with window.preparing():  # an error of the loss comes before anything is written
+                    with window.preparing():  # the loss may raise before anything is written
                         self.ranks.run_on_all(call.pack_for_one_pass)
                         losses = call.losses()
                     norm = trainable.step_in_backward(lambda: losses)
@@ -628,13 +632,13 @@ class Policy:
     ) -> InPlaceOptimizer:
         """Return Bridge's AdamW for `update`: it updates bf16 weights in place, and loses no update to rounding.
 
-        `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
-        bf16 step, which are most of them at learning rates of reinforcement learning. The state is allocated
-        in the first `update`, before the fence. `params` are those to train, as torch's optimizers take them, such as
-        groups with a `weight_decay` of their own; by default all.
+        `adamw` stores the extra bits of a float32 master copy. torch's optimizers lose updates that are smaller than
+        half a bf16 step, which at the learning rates of RL are most of them. The state is allocated in the first
+        `update`, before the fence. `params` are the parameters to train, in the forms that torch's optimizers accept,
+        for example groups with separate `weight_decay`; by default all parameters.
 
         Raises:
-            UsageError: there is no such optimizer, or a number is out of range.
+            UsageError: there is no optimizer of this name, or a number is out of range.
         """
         self._refuse_closed("optimizer")
         given = [*(self.parameters() if params is None else params)]
@@ -643,26 +647,26 @@ class Policy:
         whole = [{**defaults, **group, "params": _parameters(group["params"])} for group in groups]
         chosen = factory.choices(name, lr, betas)
         if not any(group["params"] for group in whole):
-            raise UsageError("the optimizer has no parameters", hint="params=policy.parameters(), or leave it out")
+            raise UsageError("the optimizer has no parameters", hint="pass policy.parameters() as params")
         check_hyperparameters(whole)
         return factory.make(chosen, factory.with_factors(whole, self._factors()), seed=seed)
 
     def update(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
     ) -> FenceTimes:
-        """Step an optimizer of your own with the gradients inside the fence, publish, and drop the gradients.
+        """Step your own optimizer with the gradients inside the fence, publish the result, and drop the gradients.
 
-        Gradients are clipped to a global norm of `max_norm` before it. Requests in flight are kept, drained or
-        aborted. Ctrl-C is deferred to the end of the update. If the step raises, the weights may be half-written: the
-        server stops serving them, and this policy samples, updates and saves no more until `resume` or `publish` has
-        written all of them. `bridge restore` loads a checkpoint once this process has ended.
+        Gradients are first clipped to a global norm of `max_norm`. Requests in flight are kept, drained or aborted.
+        Ctrl-C is deferred to the end of the update. If the optimizer's step raises, the weights may be half-written:
+        the server stops serving, and this policy refuses to sample, update and save until `resume` or `publish` has
+        rewritten all weights. `bridge restore` loads a checkpoint once this process has ended.
 
         Raises:
-            UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure or
-                changes nothing of the server's, the policy only reads, or the call is inside another one that changes
-                the weights; nothing was changed.
+            UsageError: the norm is not finite, `max_norm` is not a positive number, the optimizer needs a closure or
+                has none of the server's parameters, the policy is read-only, or the call is nested in another one that
+                changes the weights; nothing was changed.
             AttachError: the server refuses the fence, or the weights are half-written.
-            ServerUnreachableError: the server is gone.
+            ServerUnreachableError: the server does not answer.
         """
         self._refuse_to_write()
         with self._alone("update"):
@@ -673,7 +677,7 @@ class Policy:
             norm = clip_gradients(optimizer, max_norm, self.parameters())
             if isinstance(optimizer, InPlaceOptimizer):
                 optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
-            with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+            with deferred_interrupt():  # else a loop that continues after Ctrl-C would add to applied gradients
                 with self._window("update", Update(in_flight=in_flight)) as window:
                     if isinstance(optimizer, InPlaceOptimizer):
                         optimizer.step(grad_norm=norm, max_norm=max_norm)
@@ -684,18 +688,18 @@ class Policy:
             return window.times
 
     def publish(self, write: Callable[[], object], *, in_flight: InFlight = "keep") -> FenceTimes:
-        """Call `write` inside the fence and publish what it wrote into the parameters, whatever that is.
+        """Call `write` inside the fence, and publish whatever it wrote into the parameters.
 
         Raises:
-            UsageError: the policy only reads, or the call is inside another one that changes the weights.
+            UsageError: the policy is read-only, or the call is nested in another one that changes the weights.
             AttachError: the server refuses the fence.
-            ServerUnreachableError: the server is gone.
+            ServerUnreachableError: the server does not answer.
         """
         self._refuse_to_write()
         if not callable(write):
             raise UsageError(
                 f"policy.publish: write is {described(write)}, expected a function",
-                hint="policy.publish(lambda: None) publishes what is in the parameters",
+                hint="policy.publish(lambda: None) publishes the parameters' current values",
             )
         _refuse_in_flight("publish", in_flight)
         with self._alone("publish"), self._window("publish", Update(in_flight=in_flight)) as window:
@@ -704,14 +708,14 @@ class Policy:
 
     @contextmanager
     def fence(self, update: Update) -> Iterator[Window]:
-        """Let the block write the parameters, and publish the result: what `bridge run` takes several updates in."""
+        """Let the block write the parameters, and publish the result; `bridge run` takes several updates in a block."""
         with self._alone("fence"), self._window("fence", update) as window:
             yield window
 
     @contextmanager
     def _window(self, call: str, update: Update) -> Iterator[Window]:
-        """Open the fence, unless passes opened it for their memory; an error may leave the weights half-written."""
-        with deferred_interrupt():  # the new version is known before an interrupt acts
+        """Open the fence, unless passes already did to get memory; an error may leave the weights half-written."""
+        with deferred_interrupt():  # the new version is stored before an interrupt acts
             sleep = self._sleep
             self._sleep = None
             try:
@@ -726,7 +730,7 @@ class Policy:
             except BaseException:
                 if self.mode.is_half_written:
                     self._failed = f"policy.{call}"
-                    self._cancel_sampling()  # of another thread: no server would answer it
+                    self._cancel_sampling()  # in other threads: the server would not answer
                 raise
             if self._failed:
                 self._drop_gradients()  # of the update that failed
@@ -736,14 +740,14 @@ class Policy:
     # Saving and loading.
 
     def save_state(self, folder: str | Path, *, step: int = 0, has_optimizer: bool = True) -> Path:
-        """Write weights, tokenizer, the policy's optimizer and torch's random state to a folder, atomically.
+        """Write weights, tokenizer, the policy's optimizer state and torch's random state to a folder, atomically.
 
-        It is a checkpoint as `bridge run` writes it: `bridge export`, `restore` and `serve-vllm` read it. An adapter is
-        saved as PEFT's. Without `has_optimizer` it has the weights alone. An older checkpoint at `folder` is replaced.
-        Several ranks call it together; the first one writes.
+        The result is a checkpoint like those of `bridge run`: `bridge export`, `restore` and `serve-vllm` read it. An
+        adapter is saved in PEFT's format. With `has_optimizer=False` only weights and tokenizer are saved. An older
+        checkpoint at `folder` is replaced. All ranks must call it; the first one writes.
 
         Raises:
-            UsageError: there is something else at `folder`, or the disk refuses.
+            UsageError: something that is not a checkpoint is at `folder`, or writing fails.
         """
         target = path_of("policy.save_state: folder", folder)
         _refuse_step("save_state", step)
@@ -754,14 +758,14 @@ class Policy:
         return target
 
     def load_state(self, folder: str | Path, *, has_optimizer: bool = True) -> SavedCheckpoint:
-        """Load what `save_state` wrote, or a checkpoint of `bridge run`, into the server's memory, inside the fence.
+        """Load a checkpoint of `save_state` or `bridge run` into the server's memory, inside the fence.
 
-        Every byte is checked before it. Gradients are dropped; seeds of `sample` continue. Without `has_optimizer` the
-        weights alone are loaded. It repairs half-written weights.
+        Every byte is checked first. Gradients are dropped; the seeds of `sample` continue. With `has_optimizer=False`
+        only the weights are loaded. This also repairs half-written weights.
 
         Raises:
-            CheckpointError: it is damaged, or has no state of such an optimizer; nothing was loaded.
-            UsageError: it is of another model or of another optimizer, or the policy only reads.
+            CheckpointError: the checkpoint is damaged, or has no state for this optimizer; nothing was loaded.
+            UsageError: the checkpoint belongs to a different model or optimizer, or the policy is read-only.
         """
         source = checkpoint.read(path_of("policy.load_state: folder", folder))
         self._refuse_other_kind(source.folder)
@@ -770,7 +774,7 @@ class Policy:
         return source
 
     def write_state(self, folder: Path, progress: Progress, *, has_optimizer: bool) -> Path | None:
-        """Save a checkpoint on the first rank, and return its folder; the others send their parts, and get None."""
+        """Save a checkpoint on the first rank, and return its folder; other ranks send their parts and return None."""
         to_send: list[Callable[[], None]] = [self._send_weights]
         if has_optimizer:
             to_send.append(lambda: self._write_optimizer(None))
@@ -785,11 +789,11 @@ class Policy:
         try:
             return checkpoint.save(folder, fill, progress) if self.ranks.is_rank_zero else None
         finally:
-            for send in to_send:  # on other ranks, and here after an error: the others wait for it
+            for send in to_send:  # on other ranks, and after an error here: the others wait for these sends
                 send()
 
     def read_state(self, source: SavedCheckpoint, *, has_optimizer: bool) -> None:
-        """Load a checkpoint whose bytes are checked: `load_state` and `bridge run --resume`."""
+        """Load a verified checkpoint, for `load_state` and `bridge run --resume`."""
         self._refuse_to_write()
         trainable = self.trainable if has_optimizer else None
         if trainable is None:
@@ -800,23 +804,23 @@ class Policy:
         self._num_calls = source.progress.samples_drawn
 
     def _refuse_other_kind(self, folder: Path) -> None:
-        """Raise UsageError if a checkpoint of an adapter is for all weights, or the other way round."""
+        """Raise UsageError if the policy trains an adapter and the checkpoint has all weights, or vice versa."""
         is_adapter, trains_adapter = (folder / paths.ADAPTER_CONFIG).is_file(), self.opened.adapter is not None
         if is_adapter and not trains_adapter:
             raise UsageError(
-                f"{folder} is a checkpoint of an adapter, and this policy trains all weights",
+                f"{folder} is a checkpoint of an adapter, but this policy trains all weights",
                 hint="attach with the adapter's settings: bridge.attach(lora=bridge.LoraConfig(...))",
             )
         if trains_adapter and not is_adapter:
             raise UsageError(
-                f"{folder} is a checkpoint of all weights, and this policy trains an adapter",
+                f"{folder} is a checkpoint of all weights, but this policy trains an adapter",
                 hint=f"attach without lora, or serve it as the adapter's base: bridge serve-vllm --model {folder}",
             )
 
     def _restore(self, call: str, source: SavedCheckpoint, load_optimizer: Callable[[], None] | None = None) -> None:
-        """Load the weights, then the optimizer's state; both stay as they were if the server is gone."""
-        self._wake(UsageError("other weights are loaded before optim_step", hint="repeat the passes"))
-        self._drop_gradients()  # they are of other weights
+        """Load the weights, then the optimizer's state; neither changes if the server is gone."""
+        self._wake(UsageError("a checkpoint was loaded before optim_step", hint="repeat the passes"))
+        self._drop_gradients()  # they belong to the old weights
         with deferred_interrupt():
             try:
                 self.mode.restore(source.folder, version=source.progress.weight_version)
@@ -850,14 +854,14 @@ class Policy:
         step: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Path:
-        """Write the weights and the tokenizer to a folder atomically, as transformers loads them; return the folder.
+        """Write weights and tokenizer to a folder that transformers can load, atomically; return the folder.
 
-        With a `step` it is a checkpoint: with the state of `optimizer`, by default the policy's own if it has stepped,
-        torch's random state and a checksum of every file, in `checkpoints/step_N` of the run directory by default.
-        `resume` loads it.
+        With a `step` the folder is a checkpoint, by default `checkpoints/step_N` in the run directory, and `resume`
+        loads it. It also has the state of `optimizer` (by default the policy's own if it has stepped), torch's random
+        state and a checksum of every file.
 
         Raises:
-            UsageError: there is something at `folder`, neither a folder nor a step was given, or the disk refuses.
+            UsageError: there is something at `folder`, neither a folder nor a step was given, or writing fails.
         """
         target = None if folder is None else path_of("policy.save: folder", folder)
         if step is not None:
@@ -898,7 +902,7 @@ class Policy:
                     is_begun = True
                     self.mode.save(scratch)
             finally:
-                if not is_begun:  # the others wait for it
+                if not is_begun:  # the other ranks wait for this
                     self._send_weights()
 
         self.ranks.run_and_gather(save)
@@ -906,13 +910,13 @@ class Policy:
     def resume(self, optimizer: torch.optim.Optimizer | None = None) -> int:
         """Load the newest checkpoint of the run directory, and return its step; 0 if there is none.
 
-        The weights are loaded into the server's memory inside the fence, and the optimizer, by default the policy's
-        own, and torch continue as they were; so do the seeds of `sample`. Lines of later steps are moved aside. Call it
-        before the first step.
+        The weights are loaded into the server's memory inside the fence. The optimizer (by default the policy's own),
+        torch's random state and the seeds of `sample` continue where they were. Lines of later steps are moved aside.
+        Call it before the first step.
 
         Raises:
-            UsageError: no `run_dir` was given, it is in use, or the checkpoint is of another model.
-            CheckpointError: it has no state of such an optimizer.
+            UsageError: no `run_dir` was given, it is in use, or the checkpoint belongs to a different model.
+            CheckpointError: the checkpoint has no state for this optimizer.
         """
         self._refuse_to_write()
         if optimizer is not None:
@@ -931,32 +935,33 @@ class Policy:
             return newest.progress.step
 
     def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Tensor | Mapping[str, float]) -> None:
-        """Write a line of metrics into the run directory; `bridge report` makes a page of it.
+        """Write a line of metrics to the run directory; `bridge report` turns these lines into a page.
 
-        `groups` are those of the step: their rewards, lengths and texts are written, too. `metrics` are numbers, or
-        numbers by name. A name of `metrics.jsonl`, such as `loss` or `grad_norm`, appears in its chart, any other in a
-        new one. The times of rollouts, fences and the rest of the step are measured. Of several ranks the
-        first one writes.
+        `groups` are the step's groups: their rewards, lengths and texts are written, too. `metrics` are numbers, or
+        mappings of names to numbers. A metric that Bridge also logs, such as `loss` or `grad_norm`, appears in Bridge's
+        chart of it, any other in a new chart. The times of rollouts, fences and the rest of the step are added. If
+        there are several ranks, the first one writes.
 
         Raises:
-            UsageError: a value is no number, the step is not after the last one, or the run directory cannot be used.
+            UsageError: a value is not a number, the step is not after the last one, or the run directory cannot be
+                used.
         """
         self._refuse_closed("log")
         if self.ranks.is_rank_zero:
             self._run_folder.log(step, groups, metrics, version=self.version, device=self.device.type)
 
     def verify(self) -> list[Check]:
-        """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL.
+        """Check from both processes that there is only one copy of the weights; a failed check has the status FAIL.
 
         Raises:
-            UsageError: this way of publishing has a second copy.
+            UsageError: this way of publishing uses a second copy.
         """
         with self._alone("verify"):
-            self._refuse_half_written("verify")  # it would let the server serve them
+            self._refuse_half_written("verify")  # verify would make the server serve them
             if self._sleep is not None:
                 raise UsageError(
-                    "policy.verify: the fence is open for passes until policy.optim_step, and this would close it",
-                    hint="verify after policy.optim_step",
+                    "policy.verify: the fence stays open for passes until policy.optim_step, and verify would close it",
+                    hint="call verify after policy.optim_step",
                 )
             return self.ranks.tp_group.run_on_rank_zero(self._checks)
 
@@ -976,11 +981,11 @@ class Policy:
             )
         ]
 
-    # Whose turn it is.
+    # Which calls may run now.
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
-        """Let no other call compute with, change or copy the weights inside the block; UsageError if `call` may not."""
+        """Exclude other calls that compute with, change or copy the weights. UsageError: `call` may not run now."""
         self._refuse_misplaced(call)
         with taken(self._turn):
             self._refuse_misplaced(call)
@@ -993,7 +998,7 @@ class Policy:
     def _refuse_misplaced(self, call: str) -> None:
         if self._pid != os.getpid():
             raise UsageError(
-                f"policy.{call}: process {self._pid} made this policy, and process {os.getpid()} was forked from it",
+                f"policy.{call}: process {self._pid} created this policy, and process {os.getpid()} was forked from it",
                 hint=f"call it in process {self._pid}, or attach in this one: bridge.attach(reads_only=True)",
             )
         self._refuse_closed(call)
@@ -1008,10 +1013,10 @@ class Policy:
             raise UsageError(f"policy.{call}: the policy is closed", hint="attach again: bridge.attach()")
 
     def _refuse_to_sample(self) -> None:
-        """Raise unless the server may generate for this thread: a request to a paused server would wait for its limit.
+        """Raise unless the server can generate for this thread now: a paused server would let the request time out.
 
         Raises:
-            UsageError: this is inside a call that changes the weights, or the policy is closed or was forked.
+            UsageError: the call is nested in one that changes the weights, or the policy is closed or was forked.
             AttachError: the weights are half-written.
             ServerUnreachableError: the server does not answer.
         """
@@ -1035,7 +1040,7 @@ class Policy:
 
     def _refuse_to_write(self) -> None:
         if self._reads_only:
-            raise UsageError("this policy only reads", hint="attach without reads_only=True to update it")
+            raise UsageError("this policy is read-only", hint="attach without reads_only=True to update the weights")
 
     def _refuse_several_ranks(self, call: str, instead: str) -> None:
         if self.ranks.world_size > 1:
@@ -1055,7 +1060,7 @@ class Policy:
         *,
         are_own: bool,
     ) -> Gradients:
-        """Return a call with this rank's share of the samples."""
+        """Check the arguments of `forward_backward`, and return the call with this rank's share of the samples."""
         self._refuse_to_write()
         samples = checked(samples, self.opened.model.get_input_embeddings())
         loss = self.config.loss if loss is None else loss
@@ -1081,16 +1086,16 @@ class Policy:
         return any(self.ranks.run_and_gather(lambda: bool(samples) and budget.is_short(samples)))
 
     def _sleep_if_short(self, samples: Sequence[Sample], in_flight: InFlight | None) -> None:
-        """Open the fence if these passes need the memory of the server's KV cache, unless it is open."""
+        """Open the fence if these passes need the memory of the server's KV cache and it is not open yet."""
         if self._sleep is not None or not self._wants_sleep(samples):
             return
         opened, preparing = ExitStack(), ExitStack()
         window = opened.enter_context(self.mode.publish(Update(sleep=True, in_flight=in_flight)))
-        self._sleep = _Sleep(opened, preparing, window)  # known before Ctrl-C acts again
+        self._sleep = _Sleep(opened, preparing, window)  # stored before Ctrl-C acts again
         preparing.enter_context(window.preparing())
 
     def _wake(self, error: BaseException) -> None:
-        """Let the server serve the same weights again if the fence is open for passes, of which no step came."""
+        """If the fence is open for passes that no step followed, let the server serve the same weights again."""
         sleep = self._sleep
         self._sleep = None
         if sleep is None:
@@ -1100,31 +1105,31 @@ class Policy:
             raise error
 
     def _forget(self) -> None:
-        """Drop the gradients of this update; UsageError if earlier calls computed some of them."""
+        """Drop the gradients of this update. UsageError: earlier calls computed some of them."""
         self.trainable.drop_gradients()
         if self._num_passes:
             calls = self._num_passes
             self._num_passes = 0
             raise UsageError(
                 f"out of memory in call {calls + 1} of forward_backward since the last step: all gradients are dropped",
-                hint="repeat the update: passes are smaller from now on; or pass all samples in one call",
+                hint="repeat the update, whose passes will be smaller, or pass all samples in one call",
             )
 
     def _refuse_infinite(self, norm: float) -> None:
         if math.isfinite(norm):
             return
         error = GradientError(
-            f"the gradient norm is {norm}, expected a finite number: no weight was changed, the gradients are dropped",
+            f"the gradient norm is {norm}, expected a finite number: no weight changed, the gradients are dropped",
             hint="continue with the next batch; if it happens again, lower the learning rate",
         )
         raise error
 
     def _refuse_gradients_beside_release(self) -> None:
-        """Refuse gradients of a backward pass of the caller's: those of this call are taken away one by one."""
+        """Refuse gradients of the caller's own backward pass: gradient release frees each gradient during this call."""
         if any(parameter.grad is not None for parameter in self.trainable.parameters):
             raise UsageError(
-                "there are gradients of another backward pass: with gradient_release all come from one call",
-                hint="policy.model.zero_grad() before it, or leave gradient_release out",
+                "there are gradients of another backward pass: with gradient_release all must come from one call",
+                hint="call policy.model.zero_grad() first, or leave gradient_release out",
             )
 
     def _drop_gradients(self) -> None:
@@ -1143,13 +1148,13 @@ class Policy:
             self._sampler.loop.cancel()
 
     def _factors(self) -> Mapping[Tensor, float]:
-        """Return what trained parameters are stored multiplied by."""
+        """Return the factors by which trained parameters are stored multiplied."""
         return {self.model.get_parameter(name): factor for name, factor in self.opened.lr_factors.items()}
 
 
 @dataclass(frozen=True)
 class _Request:
-    """One call of `sample`, equal on all ranks, each of which samples its share."""
+    """One call of `sample`, the same on all ranks; each rank samples its share of the prompts."""
 
     problems: Sequence[Problem]
     prompts: Sequence[Encoded]
@@ -1157,7 +1162,7 @@ class _Request:
     seed: int
     endpoint: Endpoint
     own: Sequence[int]
-    """Places of this rank's prompts among those of the call."""
+    """Indices of this rank's prompts in the call."""
     prompt_logprobs: bool
     """Whether the log-probabilities of the prompts are requested, too."""
 
@@ -1189,7 +1194,7 @@ class _Request:
         }
 
     def joined(self, of_ranks: Sequence[Mapping[int, Group]]) -> list[Group]:
-        """Return the groups of all ranks in the order of the call, with the images that each has of its own."""
+        """Return all ranks' groups in the order of the call, each with the images of this rank's copy of its prompt."""
         groups = {index: group for of_rank in of_ranks for index, group in of_rank.items()}
         return [replace(groups[index], images=encoded.images) for index, encoded in enumerate(self.prompts)]
 
@@ -1197,7 +1202,7 @@ class _Request:
 def _refuse_arguments(
     prompts: object, score: object, seed: object, chat_template_kwargs: object, prompt_logprobs: object
 ) -> None:
-    """Raise UsageError for what would fail after sampling, or change what is sampled."""
+    """Raise UsageError for arguments that would fail only after sampling, or change what is sampled."""
     expected = (
         ("prompts", prompts, isinstance(prompts, Iterable), "a list of prompts"),
         ("score", score, score is None or callable(score), "a function of a problem and a completion's text"),
@@ -1235,19 +1240,19 @@ def _refuse_no_optimizer(call: str, optimizer: object) -> None:
 
 
 def path_of(name: str, given: object) -> Path:
-    """Return an argument as a path; UsageError if it is none."""
+    """Return an argument as a path. UsageError: it is not a path."""
     if not isinstance(given, str | os.PathLike):
         raise UsageError(f"{name} is {described(given)}, expected a path", hint="pass a str or a pathlib.Path")
     return paths.expanded(Path(given))
 
 
 def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> SamplingConfig:
-    """Return `sampling` with the parameters of one call; UsageError if one is unknown or out of range."""
+    """Return `sampling` with the parameters of one call. UsageError: one is unknown or out of range."""
     written = {PER_CALL.get(name, name): name for name in parameters}
     named = {name: parameters[own] for name, own in written.items()}
     if twice := sorted(parameters.keys() - written.values()):
         raise UsageError(
-            f"policy.sample has {twice[0]} and {written[PER_CALL.get(twice[0], twice[0])]}, which are one parameter",
+            f"policy.sample got {twice[0]} and {written[PER_CALL.get(twice[0], twice[0])]}, which mean the same",
             hint="leave one of them out",
         )
     if unknown := sorted(named.keys() - CHANGEABLE):
@@ -1294,10 +1299,10 @@ def _reward(score: Score | None, problem: Problem, text: str) -> float:
 
 
 def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
+    """Refuse a padded batch: attention for packed sequences uses no mask, and would attend to the padding."""
     mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
     if mask is not None and not bool(mask.all()):
         raise UsageError(
-            "the batch has padding, and this model's attention is the one for packed sequences",
+            "the batch has padding, but this model now uses attention for packed sequences, which ignores masks",
             hint="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
         )

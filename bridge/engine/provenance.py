@@ -1,4 +1,4 @@
-"""What a run ran on, a line of `starts.jsonl` for each start: versions, commit, device and command."""
+"""What a run ran on: versions, commit, device and command, one line of `starts.jsonl` per start."""
 
 import importlib.metadata
 import os
@@ -18,12 +18,12 @@ from bridge.checks import software
 from bridge.core import redaction
 
 PACKAGES = ("torch", "transformers", "peft", "trl", "datasets")
-"""Packages beside vLLM whose version may change what a run computes."""
+"""Packages besides vLLM whose versions may change what a run computes."""
 GIT_LIMIT_S = 5.0
 
 
 def of_this_process() -> dict[str, Any]:
-    """Return what this process runs on; nothing in it is a secret, and what is unknown is absent."""
+    """Return what this process runs on; it contains no secrets, and omits what is unknown."""
     versions = {"bridge": bridge.__version__, **_commit(Path(bridge.__file__).parents[1])}
     versions |= {"python": platform.python_version(), **software.installed_vllm()}
     for name in PACKAGES:
@@ -41,14 +41,14 @@ def of_this_process() -> dict[str, Any]:
 
 
 def _command() -> Iterator[str]:
-    """Yield the command line of this process without its secrets, and without the folder of the program."""
+    """Yield this process's command line without secrets, and without the program's folder."""
     program, *arguments = sys.argv
     yield Path(program).name if Path(program).name != "__main__.py" else "bridge"
     yield from redaction.redacted_arguments(arguments)
 
 
 def _commit(folder: Path) -> dict[str, str]:
-    """Return the commit of the clone in `folder`, and whether files differ from it; empty for an installed package."""
+    """Return the commit of the clone in `folder`, and whether files were changed; empty for an installed package."""
     if not (folder / ".git").exists():
         return {}
     commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
@@ -65,6 +65,6 @@ def _commit(folder: Path) -> dict[str, str]:
 
 
 def _device() -> str:
-    if not torch.cuda.is_initialized():  # a trainer beside a GPU may be on the CPU
+    if not torch.cuda.is_initialized():  # on a GPU machine the trainer may still run on the CPU
         return f"cpu, {os.cpu_count()} cores"
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"

@@ -31,18 +31,18 @@ class Reference:
     prepared: PreparedModel
     frozen: Callable[[], AbstractContextManager[None]] = nullcontext
     takes_experts: bool = True
-    """Whether it computes with the experts of the trained model, as that model does without its adapter."""
+    """Whether it computes with the trained model's experts, as that model itself does without its adapter."""
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether this model lets completions of one prompt share it."""
+        """Whether the completions of a prompt may share it in this model's packs."""
         return self.prepared.shares_prompts
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
-        """Return its log-probabilities of the sampled tokens, without gradient.
+        """Return the reference's log-probabilities of the sampled tokens, without gradient.
 
-        They are over its whole vocabulary: top-k, top-p and min-p filter only the policy.
+        They are over its full vocabulary: top-k, top-p and min-p filter only the policy.
 
         Shapes: -> [N] float32.
         """
@@ -55,9 +55,9 @@ class Reference:
 
 
 def check(model: str, reference: str | None) -> None:
-    """Check the reference model, if there is one, before any memory is taken.
+    """Check the reference model, if there is one, before any memory is allocated.
 
-    UsageError: its vocabulary is not that of the trained model. UnsupportedModelError: it is one part of several.
+    UsageError: its vocabulary differs from the trained model's. UnsupportedModelError: it is one part of several.
     """
     if reference is None:
         return
@@ -68,8 +68,8 @@ def check(model: str, reference: str | None) -> None:
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if odd or sizes[0] != sizes[1]:
         raise UsageError(
-            f"--reference-model {reference} has another vocabulary than {model}: {sizes[1]} rows, expected {sizes[0]}; "
-            f"{len(odd)} tokens differ{f', the first: {odd[0]!r}' if odd else ''}",
+            f"--reference-model {reference} has a different vocabulary from {model}: {sizes[1]} rows, expected"
+            f" {sizes[0]}; {len(odd)} tokens differ{f', the first: {odd[0]!r}' if odd else ''}",
             hint=f"use a model of the same family with the same vocabulary, such as {model} itself",
         )
 
@@ -84,14 +84,14 @@ def open_reference(
     max_model_len: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Reference | None:
-    """Return the reference of the `prepared` model; None without a KL divergence.
+    """Return the reference for the `prepared` model; None if there is no KL divergence.
 
     Call it after `check`, once the model is open. A second model is prepared like the trained one, so that both round
-    equally, and its packs are cut among the ranks of a pass, too. `max_model_len` is the server's, on which
-    positions may depend.
+    equally, and its packs are sliced in the same way. `max_model_len` is the server's, since positions may depend on
+    it.
 
-    UsageError: it cannot be loaded, or does not fit. UnsupportedModelError: it is not a plain causal language model of
-    transformers, or does not support packing.
+    UsageError: the reference cannot be loaded, or does not fit. UnsupportedModelError: it is not a standard causal
+    language model of transformers, or does not support packing.
     """
     if loss.kl_coef == 0:
         return None
@@ -110,7 +110,7 @@ def open_reference(
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """Switch off the adapter of `model`, without changing its parameters."""
+    """Switch off the adapter of `model` inside the block, without changing parameters."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers, "the model has no adapter"
     assert not any(layer.disable_adapters for layer in layers)

@@ -1,6 +1,6 @@
-"""The run directory of a library loop, with metrics, completions and checkpoints.
+"""The run directory of a loop that uses the library, with metrics, completions and checkpoints.
 
-The files have the format of `bridge train`: `bridge report`, `export` and `restore` read them.
+Its files have the same format as those of `bridge train`: `bridge report`, `export` and `restore` read them.
 
 Not covered: loading weights into the server (`policy.py`).
 """
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 KIND: Final = "loop"
 PREFIXES = "step_", "adapter_step_"
-"""Names of checkpoints' folders without the number of their step, as the modes have them."""
+"""Prefixes of checkpoint folder names in the different modes; the step number follows."""
 NOTHING = -1
-"""Stands for the step before any that a loop may log."""
+"""The last step if nothing was logged: smaller than any step that a loop may log."""
 
 
 class RunFolder:
-    """The run directory of one loop; it is made when the first thing is written, or opened again by `newest`."""
+    """The run directory of one loop, created when the first file is written, or reopened by `newest`."""
 
     def __init__(self, given: Path | None, model: str, sampling: SamplingConfig) -> None:
-        """Prepare `given`, or a new folder under `runs/`."""
+        """Remember the folder to use: `given`, or a new one under `runs/`."""
         self._given = given
         self._model = model
         self._sampling = sampling
@@ -52,15 +52,15 @@ class RunFolder:
         self._step: int | None = None
         """The last step that was logged or loaded."""
         self._begun = time.perf_counter()
-        """When the step began."""
+        """Start time of the current step."""
         self._sampled_s = 0.0
-        """Time of the step that was spent on sampling."""
+        """Seconds of the current step that were spent on sampling."""
         self._fences: list[FenceTimes] = []
-        """The fences since the last step that was logged; the newest ones if it never is."""
+        """The fences since the last logged step; only the newest ones if the loop never logs."""
 
     @property
     def run(self) -> RunDirectory:
-        """The run directory; UsageError if it holds another run, or cannot be made."""
+        """The run directory. UsageError: it holds a different run, or cannot be created."""
         if self._run is None:
             given = self._given
             if given is not None and (
@@ -68,7 +68,7 @@ class RunFolder:
                 or any(checkpoint.numbered(_save_path(given), prefix) for prefix in PREFIXES)
             ):
                 raise UsageError(
-                    f"{given} holds another run",
+                    f"{given} already holds a different run",
                     hint="resume it with policy.resume(OPTIMIZER) before the first step, or name another run_dir",
                 )
             run = RunDirectory.create(given, environment=Path(sys.argv[0]).stem or KIND, kind=KIND)
@@ -87,10 +87,10 @@ class RunFolder:
         self._fences = [*self._fences[-99:], times]
 
     def log(self, step: int, groups: Any, given: Mapping[str, Any], *, version: int, device: str) -> None:
-        """Append the line of `step`: what is measured, and what is `given`, which has precedence.
+        """Append the metrics line of `step`: the measured values, overridden by the `given` ones.
 
         Raises:
-            UsageError: a value is no number, or `step` is not after the last one.
+            UsageError: a value is not a number, or `step` is not after the last one.
         """
         if type(step) is not int or step < 0:
             raise UsageError(f"step is {step!r}, expected an integer from 0", hint="policy.log(STEP, loss=loss)")
@@ -99,7 +99,7 @@ class RunFolder:
                 f"groups is {described(groups)}, expected a list of bridge.Group", hint="policy.log(STEP, groups)"
             )
         if self._step is not None and step <= self._step:
-            raise UsageError(f"step {step} comes after step {self._step}", hint="log each step once, in order")
+            raise UsageError(f"step {step} was logged after step {self._step}", hint="log each step once, in order")
         values = {name: _number(name, value) for name, value in given.items()}
         line = {"step": step, "weight_version": version, "device": device, **self._times(), **_measured(step, groups)}
         run = self.run
@@ -112,7 +112,7 @@ class RunFolder:
         self._fences = []
 
     def about_to_save(self, given: Path | None, step: int, prefix: str) -> tuple[Path, Path]:
-        """Make the lines durable that a checkpoint stands for, and return its folder and the run directory."""
+        """Flush the lines that a checkpoint depends on to disk; return the checkpoint folder and the run directory."""
         json_lines.fsync(self.run.metrics)
         return given or self.run.checkpoints / f"{prefix}{step}", self.run.path.absolute()
 
@@ -125,10 +125,10 @@ class RunFolder:
         model: nn.Module,
         progress: Progress,
     ) -> Path:
-        """Save a checkpoint with the weights that `write` puts into a folder, and any optimizer; return its folder.
+        """Save a checkpoint of any optimizer, with the weights that `write` puts into a folder; return its folder.
 
         Raises:
-            UsageError: the disk refuses, something else is at `folder`, or the optimizer's state cannot be saved.
+            UsageError: writing fails, something else is at `folder`, or the optimizer's state cannot be saved.
         """
 
         def fill(scratch: Path) -> None:
@@ -140,26 +140,26 @@ class RunFolder:
     def checked(
         self, source: SavedCheckpoint, optimizer: torch.optim.Optimizer, *, model: nn.Module
     ) -> Callable[[], None]:
-        """Return what loads any optimizer's state and torch's random state; hyperparameters stay the optimizer's.
+        """Return a function that loads the optimizer's state and torch's random state; hyperparameters stay unchanged.
 
         Raises:
-            CheckpointError: the checkpoint has no state, or that of another kind of optimizer.
-            UsageError: it is of other parameters; nothing was loaded.
+            CheckpointError: the checkpoint has no state, or the state of a different kind of optimizer.
+            UsageError: the state belongs to different parameters; nothing was loaded.
         """
         if isinstance(optimizer, InPlaceOptimizer):
             return optimizer_state.checked(source.folder, _trained(model, optimizer), optimizer)
         return optimizer_state.checked_foreign(source.folder, model, optimizer)
 
     def newest(self, prefix: str) -> SavedCheckpoint | None:
-        """Open the run directory again, and return its newest whole checkpoint; lines of later steps are moved aside.
+        """Reopen the run directory, and return its newest complete checkpoint; lines of later steps are moved aside.
 
         Raises:
-            UsageError: no folder was given, or it is used or holds something else.
+            UsageError: no folder was given, or it is in use or holds something else.
         """
         if self._given is None:
             raise UsageError("there is no run to resume", hint='name its folder: bridge.attach(run_dir="runs/NAME")')
         if self._run is not None:
-            raise UsageError("this run has begun already", hint="call policy.resume before policy.log and policy.save")
+            raise UsageError("this run has already begun", hint="call policy.resume before policy.log and policy.save")
         if (kind := folder_mark.kind_of(self._given)) not in {KIND, None}:
             raise UsageError(
                 f"{self._given} is a {kind} of Bridge, expected the run directory of a loop: its configuration would be"
@@ -179,7 +179,7 @@ class RunFolder:
         return newest
 
     def end(self) -> None:
-        """Record that the loop was not interrupted, if it logged anything."""
+        """Record that the loop ended normally, if it logged anything."""
         if self._run is not None and self._step is not None:
             write_json(self._run.summary, {"steps": self._step})
 
@@ -212,7 +212,7 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn
 
 
 def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:
-    """Return what `bridge train` reports of a step's groups, under the same names."""
+    """Return the metrics that `bridge train` reports for a step's groups, under the same names."""
     if not groups:
         return {}
     whole = measuring.evaluation(groups, step=step, version=0, seconds=0.0)
@@ -226,7 +226,7 @@ def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return a metric as JSON holds it: a number, numbers by name or in a row; a tensor of one element is one."""
+    """Return a metric for JSON: a number, or numbers in a mapping or list; a tensor of one element is a number."""
     if isinstance(value, list | tuple):
         return [_number(f"{name}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):

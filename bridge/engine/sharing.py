@@ -1,6 +1,6 @@
-"""Share the samples of an update out among replicas, so that each has about the same number of tokens.
+"""Distribute the samples of an update among replicas, so that each gets about the same number of tokens.
 
-A rank has the bytes of the images that it sampled with, and gets those that it trains on.
+A rank has the bytes of images in prompts that it sampled; it receives those of other samples that it trains on.
 """
 
 import math
@@ -17,14 +17,14 @@ from bridge.ranks.world import Ranks
 from bridge.types import Array, Group, Images
 
 BALANCE_TOLERANCE = 1.05
-"""Tokens of the busiest replica over the mean above which completions, not whole groups, are distributed."""
+"""Above this ratio of the busiest replica's tokens to the mean, single completions are distributed, not groups."""
 
 
 def distribute(mini_batch: list[Sample], size: int) -> list[list[Sample]]:
-    """Return the samples of each of `size` shares, in their order; every rank computes the same.
+    """Divide samples into `size` shares, keeping their order; every rank computes the same shares.
 
-    The samples of one prompt, which follow each other, stay together if the shares' tokens then differ little: their
-    prompt is computed once.
+    The samples of a prompt, which are consecutive, stay together if the shares then have similar numbers of tokens,
+    so that their prompt is computed once.
     """
     if size == 1:
         return [mini_batch]
@@ -32,7 +32,7 @@ def distribute(mini_batch: list[Sample], size: int) -> list[list[Sample]]:
 
 
 def shares_of(samples: Sequence[Sample], size: int) -> list[list[int]]:
-    """Return the indices of each share's samples as `distribute` does, in their order."""
+    """Return the indices of the samples in each share of `distribute`, in order."""
     if size == 1:
         return [[*range(len(samples))]]
     return [sorted(indices) for indices in _shares(samples, size)] if samples else [[] for _ in range(size)]
@@ -41,11 +41,11 @@ def shares_of(samples: Sequence[Sample], size: int) -> list[list[int]]:
 def exchanged_images(
     groups: Sequence[Group], shares_of_updates: Sequence[list[list[Sample]]], ranks: Ranks
 ) -> dict[str, tuple[Array, ...]]:
-    """Return, by digest, the images of this rank and those that it trains on: another rank that has one sends it.
+    """Return this rank's images and those that it trains on, by digest; other ranks send the ones that it lacks.
 
-    Where they are in a prompt is each sample's own: prompts with other texts have the same images.
+    The positions of images in a prompt are stored per sample, since different prompts may have the same images.
 
-    Ranks of a pass that is cut have no images, so a share is a rank's. All ranks derive the same routes.
+    Packs with images are never sliced, so each share belongs to one rank. All ranks derive the same routes.
     """
     here = {group.images.digest: group.images.arrays for group in groups if group.images and group.images.is_here}
     needed = [
@@ -59,7 +59,7 @@ def exchanged_images(
     ]
     if not any(needed):
         return here
-    with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
+    with deferred_interrupt():  # an interrupted exchange would leave the other ranks waiting
         held = ranks.all_gather_object([*here])
         senders = {digest: rank for rank, digests in reversed([*enumerate(held)]) for digest in digests}
         routes = [
@@ -74,7 +74,7 @@ def exchanged_images(
 def _sent_along(
     routes: Sequence[tuple[int, int, Images]], here: Mapping[str, tuple[Array, ...]], ranks: Ranks
 ) -> dict[str, tuple[Array, ...]]:
-    """Send images from rank to rank, and return those that came to this one."""
+    """Send images between ranks, and return the ones that this rank received."""
     sent, lengths = [bytearray() for _ in range(ranks.world_size)], [0] * ranks.world_size
     for sender, receiver, images in routes:
         if sender == ranks.rank:
@@ -102,7 +102,7 @@ def with_images(sample: Sample, arrays: Mapping[str, tuple[Array, ...]]) -> Samp
 
 
 def busiest(shares_of_updates: Sequence[Sequence[Sequence[Sample]]]) -> float:
-    """Return the tokens of the largest share over the mean, in every mini-batch; NaN for one share."""
+    """Return the ratio of the largest share's tokens to the mean, over all mini-batches; NaN for one share."""
     loads = [[sum(sample.num_tokens for sample in share) for share in shares] for shares in shares_of_updates]
     size = max(map(len, loads), default=1)
     return math.nan if size == 1 else size * sum(map(max, loads)) / sum(map(sum, loads))

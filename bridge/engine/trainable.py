@@ -1,13 +1,13 @@
 """What is trained: a prepared model, its optimizer and the memory of its passes, without a server.
 
     add_gradients    run the passes of an update forward and backward
-    exchange         add up the gradients of several ranks, and return their norm
+    exchange         sum the gradients over all ranks, and return their norm
     step             write the update into the parameters
 
-With gradient release, `step_in_backward` does all three: each parameter is written in the middle of the one backward
-pass of an update, once its gradient is complete. Whoever calls it writes inside the fence (`policy.py`).
+With gradient release, `step_in_backward` does all three: each parameter is updated during the single backward pass, as
+soon as its gradient is complete. Its caller must be inside the fence (`policy.py`).
 
-Not covered: the loss, and which samples are in an update.
+Not covered: the loss, and the choice of samples for an update.
 Shape suffixes: N rows (positions that predict a sampled token).
 """
 
@@ -36,7 +36,7 @@ Pass = TypeVar("Pass")
 
 
 class Trainable:
-    """A model that is trained in place, by any loss. Several ranks call its methods together."""
+    """A model that is trained in place with any loss. If there are several ranks, all of them call its methods."""
 
     def __init__(
         self,
@@ -52,22 +52,22 @@ class Trainable:
         ranks: Ranks,
         reference: Reference | None = None,
     ) -> None:
-        """Take what trains it; log-probabilities are taken at the temperature of `sampling`."""
+        """Store the model and its parts; log-probabilities are computed at the temperature of `sampling`."""
         self.prepared = prepared
         self.optimizer = optimizer
         self.choices = choices
         self.budget = budget
         self.lr = lr
-        """Learning rate before any schedule."""
+        """Base learning rate, before the schedule."""
         self._max_norm = choices.max_grad_norm
         self.weights = weights
         """The trained parameters, by name."""
         self.state = state
-        """Optimizer state as a checkpoint holds it, gathered as for a single process."""
+        """The optimizer state as a checkpoint stores it, gathered into the layout of a single process."""
         self.sampling = sampling
         self.ranks = ranks
         self.reference = reference
-        """The frozen model of a KL divergence; None: there is none."""
+        """The frozen model of a KL divergence; None: there is no KL divergence."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,9 +92,10 @@ class Trainable:
         return self.reference.logprobs(batch, self.sampling.temperature)
 
     def within_memory(self, compute: Callable[[], Result], forget: Callable[[], None]) -> Result:
-        """Compute this rank's share of a batch, in smaller passes if memory runs out, after `forget`.
+        """Compute this rank's share of a batch; if memory runs out, call `forget` and retry with smaller passes.
 
-        Ranks of one pass communicate in every layer: one that fails ends with a RankError, so that none waits.
+        Ranks that share a pass communicate in every layer. If one of them fails there, it raises RankError, so that the
+        others do not wait for it.
 
         Raises:
             UsageError: a single sequence does not fit.
@@ -114,9 +115,9 @@ class Trainable:
         self.prepared.model.zero_grad(set_to_none=True)
 
     def add_gradients(self, passes: Sequence[Pass], loss: Callable[[Pass], Tensor], *, widens: bool) -> None:
-        """Add the gradients of the losses of some passes, in float32 if the budget has room and this `widens` them.
+        """Add the gradients of some passes; with `widens`, in float32 if memory allows.
 
-        With an optimizer in host memory they go there as soon as they are complete.
+        If the optimizer is in host memory, gradients move there as soon as they are complete.
         """
         with ExitStack() as gradients:
             if self.choices.gradient_release:
@@ -127,9 +128,9 @@ class Trainable:
                 loss(one).backward()
 
     def widen_gradients(self) -> None:
-        """Hold the gradients that there are in float32, if the budget has room, so that more can be added exactly.
+        """Convert existing gradients to float32, if memory allows, so that more can be added exactly.
 
-        A first gradient in bf16 is what the passes computed: widening it later loses nothing.
+        The first gradients are bf16 because the passes compute bf16, so converting them later loses nothing.
         """
         if self.budget.sums_in_float32 is None:
             self.budget.decide_on_sums()
@@ -140,10 +141,10 @@ class Trainable:
                     parameter.grad = parameter.grad.float()
 
     def set_step(self, lr: float | None, max_norm: float | None) -> None:
-        """Step with this learning rate and norm from now on; None: with what was configured.
+        """Set the learning rate and the clipping norm of the following steps; None: the configured value.
 
         Raises:
-            UsageError: one is no positive number.
+            UsageError: a value is not a positive number.
         """
         base = self.lr if lr is None else number(lr)
         if not 0 < base < math.inf:
@@ -155,7 +156,7 @@ class Trainable:
         self._max_norm = norm
 
     def exchange(self) -> float:
-        """Add up the gradients of several ranks, and return their global norm (waits for the device)."""
+        """Sum the gradients over all ranks, and return their global norm (waits for the device)."""
         if self.prepared.parallel is not None:
             named = self.prepared.model.named_parameters()
             self.prepared.parallel.combine({name: p.grad for name, p in named if p.grad is not None})
@@ -164,14 +165,14 @@ class Trainable:
         return self.optimizer.global_norm()
 
     def step(self, norm: float) -> None:
-        """Write the update whose gradients have this norm."""
+        """Write the update into the parameters; `norm` is the global norm of its gradients."""
         self.optimizer.step(grad_norm=norm, max_norm=self._max_norm)
 
     def step_in_backward(self, losses: Callable[[], list[Tensor] | None]) -> float:
-        """Update each parameter in the one backward pass of an update, and return the norm of the gradients.
+        """Update each parameter during the single backward pass of an update, and return the gradients' norm.
 
-        `losses` runs the forward passes; it returns None if the update is to be skipped. No rank begins its backward
-        pass unless the losses of all are finite; else the norm is NaN.
+        `losses` runs the forward passes; it returns None to skip the update. The backward pass starts only if the
+        losses of all ranks are finite; otherwise the norm is NaN.
 
         Raises:
             UsageError: memory ran out, or a gradient is not finite.

@@ -135,7 +135,7 @@ def test_one_process_updates_and_others_read(llama: LiveServer) -> None:
         with bridge.attach(llama.path, sampling=SHORT, reads_only=True) as reader:
             weight = next(iter(reader.parameters()))
             weight.grad = torch.zeros_like(weight)
-            with pytest.raises(UsageError, match="only reads"):
+            with pytest.raises(UsageError, match="is read-only"):
                 reader.update(torch.optim.SGD([weight], lr=1.0))
         assert policy.version == llama.status().version
 
@@ -312,10 +312,12 @@ def test_forks_end_in_a_result_or_one_error(llama: LiveServer) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     calls = found["process beside a thread that samples"]
     for call, line in zip(("sample", "train_step"), calls, strict=True):
-        assert re.match(rf"UsageError: policy\.{call}: process \d+ made this policy, and process \d+ was forked", line)
+        assert re.match(
+            rf"UsageError: policy\.{call}: process \d+ created this policy, and process \d+ was forked", line
+        )
     assert found["process of its own policy"] == 1
     assert found["workers that encode"] == 4
-    assert re.search(r"policy\.sample: process \d+ made this policy", found["workers that sample"])
+    assert re.search(r"policy\.sample: process \d+ created this policy", found["workers that sample"])
     assert found["fork that leaves the block"] == len(calls)
     assert found["parent"] == ["works", "works"]
     assert found["scratch"] is True, "the folder of the parent's policy"

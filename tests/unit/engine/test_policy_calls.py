@@ -180,7 +180,9 @@ def test_a_forked_process_is_refused(policy: bridge.Policy, tmp_path: Path, call
     parent = os.getpid()
 
     def act() -> None:
-        expected = f"UsageError: policy.{call}: process {parent} made this policy, and process {os.getpid()} was forked"
+        expected = (
+            f"UsageError: policy.{call}: process {parent} created this policy, and process {os.getpid()} was forked"
+        )
         assert outcome(call, policy, tmp_path).startswith(expected)
 
     assert in_fork(act) == 0

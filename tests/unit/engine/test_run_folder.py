@@ -176,7 +176,7 @@ def test_a_number_that_is_not_finite_becomes_null(attach: Attach, tmp_path: Path
 def test_steps_are_logged_once_and_in_order(attach: Attach, number: Any) -> None:
     policy = attach()
     policy.log(1, loss=0.0)
-    with pytest.raises(UsageError, match=r"step .* (comes after step 1|expected an integer)"):
+    with pytest.raises(UsageError, match=r"step .* (was logged after step 1|expected an integer)"):
         policy.log(number, loss=0.0)
 
 
@@ -184,7 +184,7 @@ def test_another_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
     first = attach()
     first.log(1, loss=0.0)
     second = attach()
-    with pytest.raises(UsageError, match="holds another run") as caught:
+    with pytest.raises(UsageError, match="already holds a different run") as caught:
         second.log(1, loss=0.0)
     assert "policy.resume(OPTIMIZER)" in str(caught.value.hint)
     (tmp_path / "mine").mkdir()
@@ -255,11 +255,11 @@ def test_resuming_without_a_folder_or_too_late_is_refused(attach: Attach) -> Non
         policy.resume(policy.optimizer(lr=1e-3))
     reader = attach()
     reader._reads_only = True
-    with pytest.raises(UsageError, match="only reads"):
+    with pytest.raises(UsageError, match="is read-only"):
         reader.resume(reader.optimizer(lr=1e-3))
     late = attach()
     late.log(1, loss=0.0)
-    with pytest.raises(UsageError, match="has begun already"):
+    with pytest.raises(UsageError, match="has already begun"):
         late.resume(late.optimizer(lr=1e-3))
 
 

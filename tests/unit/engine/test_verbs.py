@@ -157,7 +157,7 @@ def test_ratios_are_to_given_log_probs(policy: bridge.Policy, groups: list[Group
     policy.optim_step(lr=1e-2)
     clipped = policy.forward_backward(samples, old_logprobs=before.logprobs)
     assert clipped.metrics["clipped_high_share"] + clipped.metrics["clipped_low_share"] > 0
-    with pytest.raises(UsageError, match=f"old_logprobs are of 1 samples, expected {len(samples)}"):
+    with pytest.raises(UsageError, match=f"old_logprobs has 1 samples, expected {len(samples)}"):
         policy.forward_backward(samples, old_logprobs=before.logprobs[:1])
 
 
@@ -239,7 +239,7 @@ def test_losses_that_a_call_cannot_compute_are_refused(policy: bridge.Policy, gr
     samples = bridge.samples(groups)
     with pytest.raises(UsageError, match="top_entropy"):
         policy.forward_backward(samples, bridge.LossConfig(top_entropy=0.5))
-    with pytest.raises(UsageError, match="no reference is loaded"):
+    with pytest.raises(UsageError, match="no reference model is loaded"):
         policy.forward_backward(samples, bridge.LossConfig(kl_coef=0.1))
 
 
@@ -269,7 +269,7 @@ def test_a_reader_computes_and_never_writes(toy: toy_server.ToyServer, tmp_path:
         (batch, *_) = reader.pack(samples)
         assert reader.logprobs(batch)[0].isfinite().all()
         for call in (lambda: reader.forward_backward(samples), reader.optim_step, lambda: reader.trainable):
-            with pytest.raises(UsageError, match="only reads"):
+            with pytest.raises(UsageError, match="is read-only"):
                 call()
 
 
@@ -480,7 +480,7 @@ def test_a_write_that_is_no_function_is_refused_before_the_fence(policy: bridge.
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "advantages": ({"advantages": (1.0,)}, "3 sampled tokens and 1 advantages"),
     "log-probs": ({"sampled_logprobs": (0.0,) * 4}, "3 sampled tokens and 4 sampled_logprobs"),
-    "flags": ({"sampled": (True,)}, "3 tokens and 1 flags"),
+    "flags": ({"sampled": (True,)}, "3 tokens but 1 flags"),
     "unsampled": ({"sampled": (False,) * 3}, "no sampled token"),
     "kept": ({"kept": ((0.0, 1),)}, "3 sampled tokens and 1 kept"),
     "infinite": ({"advantages": (1.0, math.inf, 1.0)}, "an advantage of inf"),
@@ -489,8 +489,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "prompt": ({"prompt_token_ids": ()}, "no prompt"),
     "empty": ({"token_ids": (), "sampled_logprobs": (), "advantages": ()}, "no tokens"),
     "list": ({"token_ids": [1, 2, 3]}, "expected a tuple"),
-    "beyond": ({"token_ids": (1, 2, 10**6)}, "token id 1000000, and the model has"),
-    "negative": ({"prompt_token_ids": (-1,)}, "token id -1, and the model has"),
+    "beyond": ({"token_ids": (1, 2, 10**6)}, "token id 1000000, but the model has"),
+    "negative": ({"prompt_token_ids": (-1,)}, "token id -1, but the model has"),
     "experts": ({"experts": b"abc"}, "3 bytes of experts"),
 }
 
@@ -545,7 +545,7 @@ def test_old_log_probs_of_other_samples_are_refused(policy: bridge.Policy, group
     for wrong in (shifted, [None, *old[1:]], [of.tolist() for of in old], [of.long() for of in old]):
         with pytest.raises(UsageError, match="old_logprobs of sample 0"):
             policy.forward_backward(samples, old_logprobs=wrong)
-    with pytest.raises(UsageError, match="old_logprobs are NaN"):
+    with pytest.raises(UsageError, match="old_logprobs has NaN"):
         policy.forward_backward(samples, old_logprobs=[of * math.nan for of in old])
     with pytest.raises(UsageError, match="loss is a function"):
         policy.forward_backward(samples, bridge.policy_loss, old_logprobs=old)
@@ -589,7 +589,7 @@ def test_verify_does_not_close_the_fence_of_passes(
     """It resumed the server, whose KV cache was still asleep."""
     policy, _ = sleeping
     policy.forward_backward(bridge.samples(groups))
-    with pytest.raises(UsageError, match="the fence is open for passes"):
+    with pytest.raises(UsageError, match="the fence stays open for passes"):
         policy.verify()
     policy.optim_step()
 
@@ -651,7 +651,7 @@ def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path, monkeypatch: 
                 saved = policy.save_state(tmp_path / "saved", has_optimizer=False)
             with bridge.attach(tmp_path / MANIFEST_NAME, lora=None if other else lora) as policy:
                 before, version = weights(policy), policy.version
-                kinds = "an adapter, and .* trains all weights" if other else "all weights, and .* trains an adapter"
+                kinds = "an adapter, but .* trains all weights" if other else "all weights, but .* trains an adapter"
                 with pytest.raises(UsageError, match=f"saved is a checkpoint of {kinds}"):
                     policy.load_state(saved, has_optimizer=False)
                 assert equal(weights(policy), before)
