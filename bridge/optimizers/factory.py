@@ -1,4 +1,4 @@
-"""Make the optimizer that a run's configuration asks for, and the schedule of its learning rate."""
+"""Create the optimizer that a run's configuration names, and its learning rate schedule."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
 
 LEAST_DECAY = 2.0**-25
-"""Half the distance from 1 to the next smaller float32: for rates up to this, 1 - lr * weight_decay is 1."""
+"""Half the distance from 1 to the next smaller float32: if lr * weight_decay is not larger, 1 minus it rounds to 1."""
 
 
 def make(
@@ -30,7 +30,7 @@ def make(
     ranks: Ranks = ALONE,
     replicated: Replicated = NOTHING,
 ) -> InPlaceOptimizer:
-    """Return the optimizer for groups made by `scaled_group`, which several ranks share."""
+    """Return the optimizer for groups from `scaled_group`; `ranks` share its work."""
     beta2 = OPTIMIZERS[choices.name].beta2 if choices.beta2 is None else choices.beta2
     shared: dict[str, Any] = {"betas": (choices.beta1, beta2), "ranks": ranks, "replicated": replicated}
     if choices.offload:
@@ -39,10 +39,10 @@ def make(
 
 
 def choices(name: OptimizerName, lr: float, betas: tuple[float, float] | None) -> OptimizerConfig:
-    """Return the choices of a loop of the user's.
+    """Return the optimizer configuration of a user's own loop.
 
     Raises:
-        UsageError: there is no such optimizer, or a number is out of range.
+        UsageError: there is no optimizer of this name, or a number is out of range.
     """
     if betas is not None and len(betas) != 2:
         raise UsageError(f"betas is {betas!r}, expected two numbers", hint="betas=(0.9, 0.999)")
@@ -58,9 +58,9 @@ def choices(name: OptimizerName, lr: float, betas: tuple[float, float] | None) -
 
 
 def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], float]:
-    """Return the factor of the learning rate at an update, by the number of planned updates before it.
+    """Return a function from the number of planned updates before an update to its learning rate factor.
 
-    It depends on nothing else, so that a resumed run continues the schedule, and an update that is skipped does not
+    The factor depends only on that number, so that a resumed run continues the schedule, and a skipped update does not
     delay its end.
     """
     scheduler = get_scheduler(
@@ -74,10 +74,10 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
 
 
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:
-    """Return the group of a parameter that is stored multiplied by `factor`, so that it trains as if it were not.
+    """Return the parameter group with which a parameter that is stored multiplied by `factor` trains as if unscaled.
 
-    A master B stored as B' = factor * B has 1 / factor of its gradient. With these hyperparameters AdamW takes the same
-    steps of B, including decay, eps and clipping.
+    If B is stored as B' = factor * B, the gradient of B' is 1 / factor of B's. With this group's hyperparameters AdamW
+    takes the same steps of B, including decay, eps and clipping.
     """
     return {
         "params": [parameter],
@@ -89,7 +89,7 @@ def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: f
 
 
 def with_factors(groups: Iterable[dict[str, Any]], factors: Mapping[Tensor, float]) -> list[dict[str, Any]]:
-    """Return groups of a user's, cut by parameter where some are stored multiplied by a factor (`scaled_group`)."""
+    """Return a user's groups; parameters that are stored multiplied by a factor get their own (`scaled_group`)."""
     made: list[dict[str, Any]] = []
     for group in groups:
         scaled = [parameter for parameter in group["params"] if factors.get(parameter, 1.0) != 1.0]

@@ -1,4 +1,4 @@
-"""Gradients: their norm, and what is done with each one as soon as a backward pass has completed it."""
+"""Gradient norms, and hooks that process each gradient as soon as a backward pass has completed it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 Replicated = Mapping[Tensor, Sequence[range]]
-"""Every trained parameter of which several tensor-parallel ranks hold the same elements, in an order that all ranks
-have -> those elements of this rank's that another one counts in a sum over all ranks."""
+"""Maps each trained parameter with elements on several tensor-parallel ranks, in the same order on all ranks, to the
+element ranges of this rank that another rank counts in sums over all ranks."""
 NOTHING: Replicated = {}
 
 
 def counted(tensor: Tensor, others: Sequence[range], first: int = 0) -> Tensor:
-    """Return `tensor`, of a parameter's elements from `first` on, with zeros for those in `others`."""
+    """Return `tensor`, a parameter's elements from `first` on, with zeros at the elements in `others`."""
     if not others:
         return tensor
     kept = tensor.clone()
@@ -24,9 +24,9 @@ def counted(tensor: Tensor, others: Sequence[range], first: int = 0) -> Tensor:
 
 
 def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
-    """Return the L2 norm of all tensors together, each times its factor, accumulated in float32 (waits for the device).
+    """Return the joint L2 norm of all tensors times their factors, accumulated in float32 (waits for the device).
 
-    Tensors of one dtype, device and factor share a few kernels.
+    Tensors with the same dtype, device and factor share a few kernels.
     """
     similar: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
     for tensor, factor in scaled:
@@ -40,9 +40,9 @@ def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
 
 @contextmanager
 def each_gradient(parameters: Iterable[Tensor], take: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `take` with each parameter whose gradient a backward pass inside has completed, then drop the gradient.
+    """Call `take` with each parameter once a backward pass inside has completed its gradient, then drop the gradient.
 
-    A parameter that is used in several places, such as tied embeddings, is completed once, with the sum.
+    A parameter that is used in several places, such as a tied embedding, is completed once, with the sum.
     """
 
     @torch.no_grad()
@@ -59,10 +59,10 @@ def each_gradient(parameters: Iterable[Tensor], take: Callable[[Tensor], None]) 
 
 @contextmanager
 def each_group(groups: Sequence[Sequence[Tensor]], take: Callable[[int], None]) -> Iterator[None]:
-    """Call `take` with the number of each group, in their order, once all gradients of the group are complete.
+    """Call `take` with the index of each group, in order, once all gradients of the group are complete.
 
-    Groups that a backward pass inside leaves incomplete, and those after them, follow at the end of the block. So every
-    process that has the same groups makes the same calls, whatever its gradients.
+    A group that the backward passes inside leave incomplete, and all groups after it, follow at the end of the block.
+    Processes with the same groups therefore make the same calls, whatever gradients they have.
     """
     number_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
     missing = [len(group) for group in groups]
@@ -88,15 +88,15 @@ def each_group(groups: Sequence[Sequence[Tensor]], take: Callable[[int], None]) 
 
 @contextmanager
 def added_in_float32(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Accumulate the gradients of the backward passes inside in float32, whatever the dtype of the parameters.
+    """Accumulate the gradients of backward passes inside the block in float32, whatever the parameters' dtype.
 
-    A parameter's first gradient is widened when it is complete and later ones are added to it, so that at most one
-    gradient exists in both dtypes. They stay float32 until they are dropped.
+    A parameter's first gradient is converted when it is complete, and later ones are added to it, so that at most one
+    gradient at a time exists in both dtypes. Gradients stay float32 until they are dropped.
     """
 
     def widen(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        parameter.grad = parameter.grad.float()  # the same tensor if it is float32 already
+        parameter.grad = parameter.grad.float()  # a no-op if it is float32 already
 
     with ExitStack() as hooks:
         for parameter in parameters:

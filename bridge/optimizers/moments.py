@@ -1,20 +1,20 @@
-"""How AdamW's two moments are stored: as float32, bf16, or codes of 8 or 4 bits with a float32 scale per block.
+"""How AdamW's two moments are stored: as float32, bf16, or 8-bit or 4-bit codes with a float32 scale per block.
 
-Rounding is stochastic where a value would else never move. Its random bits are a hashed counter, a function of (seed,
-step, place): they need no state, are the same after a resume, and compile into the kernel that uses them.
+Rounding is stochastic wherever a value would otherwise get stuck. The random bits are a hashed counter, a function of
+(seed, step, index): they need no state, are the same after a resume, and compile into the kernel that uses them.
 
-A code c of a block stands for scale * (c / largest code) ** power. The power makes steps between small values small,
-without a table of levels. Both moments are rounded stochastically, so that they are unbiased: rounded to
-nearest, a value never moves if it decays by less than half the distance between two codes. At beta2 = 0.999 that holds
-for every second moment; at beta1 = 0.9 for any first moment of 4 bits and small ones of 8 bits, whose weights kept
-moving long after their gradients had ended. Only the first moment has a code for zero.
+A code c in a block represents scale * (c / largest code) ** power. The power makes the steps between small values
+small, without a table of levels. Both moments are rounded stochastically, so that they are unbiased. Rounded to
+nearest, a value never changes if it decays by less than half the distance between two codes. At beta2 = 0.999 that
+would happen to every second moment; at beta1 = 0.9 to all 4-bit first moments and to small 8-bit ones, and their
+weights would keep moving long after their gradients had vanished. Only the first moment has a code for zero.
 
-Measured against float32 moments in a simulation, gradients of two and of three decades in a block that change places
-after half of 1,000 steps, noise alone and noise around a mean of 0.3 deviations, beta2 = 0.999. 8 bits: the sum of the
-updates is 1.01 to 1.02 times as long, cosine 0.994 and more; with a second moment rounded to nearest 1.2 times as long
-after the change; with Dettmers' dynamic tree single updates of 20 and more, because of its zero. 4 bits: 0.8 to 1.3
-times, cosine 0.63 to 0.93; a linear second moment errs towards small steps (0.5 to 0.8 times), a cubic one towards
-large ones.
+Compared with float32 moments in a simulation: gradients in a block spanned two or three decades and swapped magnitudes
+after half of the 1,000 steps, as pure noise and as noise around a mean of 0.3 standard deviations, at beta2 = 0.999.
+With 8 bits the sum of the updates was 1.01 to 1.02 times as long, with a cosine of at least 0.994. With a second moment
+rounded to nearest it was 1.2 times as long after the swap; Dettmers' dynamic tree gave single updates of 20 and more,
+because it has a code for zero. With 4 bits the sum was 0.8 to 1.3 times as long, with a cosine of 0.63 to 0.93; a
+linear second moment errs towards small steps (0.5 to 0.8 times), a cubic one towards large ones.
 
 Shape suffixes: R blocks, B elements of a block.
 Source: block-wise 8-bit states, arXiv 2110.02861; 4 bits, and a second moment without zero (linear there), arXiv
@@ -43,7 +43,7 @@ _GOLDEN = 0x9E3779B9 - 2**32
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of the state."""
+    """The dtype and size of one state tensor."""
 
     dtype: torch.dtype
     elements: int = 1
@@ -52,10 +52,10 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class PlainMoments:
-    """Moments in a floating-point type."""
+    """Moments stored in a floating-point dtype."""
 
     dtype: torch.dtype
-    """dtype of the moments. In bf16 a second moment cannot shrink at a beta2 above 0.99."""
+    """Their dtype. In bf16 a second moment cannot decrease if beta2 is above 0.99."""
     block: int = BLOCK_OF_8_BIT
     by_chance: bool = False
 
@@ -67,22 +67,22 @@ class PlainMoments:
         return state[FIRST].float(), state[SECOND].float()
 
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:  # noqa: ARG002
-        """Round them to nearest; the bits are for `QuantizedMoments`."""
+        """Round both moments to nearest; only `QuantizedMoments` uses the random bits."""
         return {FIRST: first_RB.to(self.dtype), SECOND: second_RB.to(self.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedMoments:
-    """Moments quantized to a few bits, block by block; zeros everywhere are moments of zero."""
+    """Moments quantized to a few bits, block by block. State that is all zeros represents moments of zero."""
 
     bits: int
-    """Bits of a code: 8 or 4. Two 4-bit codes share a byte."""
+    """Bits per code: 8 or 4. Two 4-bit codes share a byte."""
     block: int
     """Elements that share a scale."""
     first_power: int
     second_power: int
     by_chance: bool = True
-    """Whether `encode` needs random bits, and an update has to be bounded because coding loses precision."""
+    """Whether `encode` needs random bits; updates are then bounded, because quantization loses precision."""
 
     @property
     def parts(self) -> Mapping[str, StateTensor]:
@@ -99,13 +99,13 @@ class QuantizedMoments:
         )
 
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
-        """Scale each block by its largest value and choose codes by the random `bits_RB`."""
+        """Scale each block by its largest value, and round to codes stochastically, by the random `bits_RB`."""
         assert bits_RB is not None
-        chances = uniform(_mixed(bits_RB ^ _GOLDEN)), uniform(bits_RB)  # the lower half of the bits rounds the weight
+        chances = uniform(_mixed(bits_RB ^ _GOLDEN)), uniform(bits_RB)  # the bits' lower half rounds the weight
         return self._encoded(first_RB, second_RB, chances)
 
     def to_nearest(self, first_RB: Tensor, second_RB: Tensor) -> State:
-        """Scale each block as `encode` does and choose the nearest codes: what was decoded gets its own codes again."""
+        """Scale each block as `encode` does, and choose the nearest codes; decoded moments get the same codes again."""
         half = torch.full_like(first_RB, 0.5)
         return self._encoded(first_RB, second_RB, (half, half))
 
@@ -133,7 +133,7 @@ def dequantize_signed(code: Tensor, bits: int, power: int) -> Tensor:
 
 
 def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
-    """Return one of the two int8 codes around a value from -1 to 1, so that its level is right on average."""
+    """Round a value from -1 to 1 stochastically to one of the two nearest int8 codes, so that it is unbiased."""
     size = value.abs()
     largest = 2 ** (bits - 1) - 1
     lower = (_root(size, power) * largest).floor().clamp(0, largest - 1)
@@ -144,15 +144,15 @@ def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Ten
 
 
 def dequantize_unsigned(code: Tensor, bits: int, power: int) -> Tensor:
-    """Return the value of an unsigned code, above 0 and up to 1."""
+    """Return the value of an unsigned code, greater than 0 and at most 1."""
     level: Tensor = ((code.float() + 1) / 2**bits).pow(power)
     return level
 
 
 def quantize_unsigned(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
-    """Return one of the two uint8 codes around a value from 0 to 1, so that its level is right on average.
+    """Round a value from 0 to 1 stochastically to one of the two nearest uint8 codes, so that it is unbiased.
 
-    Values below the lowest level get the lowest.
+    Values below the lowest level get the lowest level.
     """
     lower = (_root(value, power) * 2**bits - 1).floor().clamp(0, 2**bits - 2)
     low = dequantize_unsigned(lower, bits, power)
@@ -162,17 +162,17 @@ def quantize_unsigned(value: Tensor, bits: int, power: int, chance: Tensor) -> T
 
 
 def pack(first: Tensor, second: Tensor) -> Tensor:
-    """Put an element's signed and unsigned 4-bit codes into one byte: no element then depends on another."""
+    """Pack an element's signed and unsigned 4-bit codes into one byte, so that elements do not share bytes."""
     return (first.byte() & 15) | (second << 4)
 
 
 def unpack(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `pack`."""
+    """Return the two codes that `pack` put into a byte."""
     return ((both & 15) ^ 8).to(torch.int8) - 8, both >> 4
 
 
 def _root(value: Tensor, power: int) -> Tensor:
-    """Return value ** (1 / power), by square roots where possible: they are cheaper on a GPU."""
+    """Return value ** (1 / power), with square roots if possible, since they are cheaper on a GPU."""
     while power % 2 == 0:
         value = value.sqrt()
         power = power // 2
@@ -184,7 +184,7 @@ def _divided(value_RB: Tensor, scale: Tensor) -> Tensor:
 
 
 def key(*numbers: int) -> int:
-    """Hash numbers such as seed, slab and step into a signed 32-bit word."""
+    """Hash numbers, such as seed, slab and step, into a signed 32-bit word."""
     digest = hashlib.blake2s(repr(numbers).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -192,7 +192,7 @@ def key(*numbers: int) -> int:
 def random_bits(counter: Tensor, like_RB: Tensor) -> Tensor:
     """Return 32 random bits for each element of `like_RB`, as int32.
 
-    Shapes: `counter` int32 [2], a key and the number of the first block.
+    Shapes: `counter` int32 [2], a key and the index of the first block.
     """
     (num_rows, width), device = like_RB.shape, like_RB.device
     rows_R = torch.arange(num_rows, device=device, dtype=torch.int32) + counter[1]
@@ -201,15 +201,15 @@ def random_bits(counter: Tensor, like_RB: Tensor) -> Tensor:
 
 
 def stochastic_round(master: Tensor, bits: Tensor) -> Tensor:
-    """Round each finite float32 to one of the two bf16 around it, right on average, by the lower half of `bits`.
+    """Round each finite float32 stochastically to one of the two nearest bf16, by the lower half of `bits`.
 
-    Returns the int16 bits of the bf16.
+    Return the bits of the bf16 as int16.
     """
     return ((master.view(torch.int32) + (bits & 0xFFFF)) >> 16).short()
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """Return float32 numbers in [0, 1) from the upper half of `bits`."""
+    """Return uniform float32 numbers in [0, 1), from the upper half of `bits`."""
     return ((bits >> 16) & 0xFFFF).float() * 2.0**-16
 
 

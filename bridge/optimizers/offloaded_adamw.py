@@ -3,8 +3,8 @@
     gradient, on the device ---> pinned buffer ---> float32 sum, or one chunk
     weight, on the device   <--- pinned buffer <--- float32 master, stepped by torch's fused AdamW
 
-It works chunk by chunk, so that neither side needs a second copy. torch rounds pinned memory up to a power of two, so
-the buffers have such a size, and nothing larger is pinned.
+It works chunk by chunk, so that neither side needs a second copy. torch rounds pinned memory up to a power of two;
+therefore the buffers have such a size, and nothing larger is pinned.
 
 Several ranks share the work (`sharded.py`): gradients are summed on the device, and each rank has the master and the
 moments of its rows.
@@ -32,17 +32,17 @@ from bridge.ranks.world import ALONE, Ranks
 MASTER = "master"
 HOST = torch.device("cpu")
 CHUNK_ELEMENTS = 2**22
-"""Elements of a copy: a buffer takes 16 MiB, and the host's temporaries reuse memory that the allocator keeps."""
+"""Elements per copy: a buffer takes 16 MiB, and the host's temporaries reuse memory that the allocator keeps."""
 BUFFER_BYTES = 4 * CHUNK_ELEMENTS
 IN_FLIGHT = 3
-"""Copies to the host that may be in flight while it works on earlier ones."""
+"""How many copies to the host may be in flight while the host works on earlier ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeMaster(Kind):
-    """A state with the whole float32 master."""
+    """State that includes the full float32 master."""
 
-    def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:  # noqa: ARG002  of a float32 weight, too
+    def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:  # noqa: ARG002  the same for all
         return {MASTER: StateTensor(torch.float32), **self.moments.parts}
 
 
@@ -52,7 +52,7 @@ KIND = _WholeMaster(name="adamw", moments=FLOAT32)
 class OffloadedAdamW(ShardedOptimizer):
     """AdamW with a float32 master in host memory: bit for bit torch's fused AdamW on float32 weights.
 
-    With `streams`, which one rank alone can do, gradients are summed in host memory as soon as they are complete.
+    With `streams`, for a single rank only, gradients are summed in host memory as soon as they are complete.
     """
 
     flags = "--optimizer adamw --offload-optimizer"
@@ -66,7 +66,7 @@ class OffloadedAdamW(ShardedOptimizer):
         replicated: Replicated = NOTHING,
         **hyperparameters: Any,
     ) -> None:
-        assert not streams or ranks.world_size == 1, "the configuration refuses several"
+        assert not streams or ranks.world_size == 1, "the configuration allows streams only with one rank"
         super().__init__(params, kind=KIND, ranks=ranks, replicated=replicated, state_device=HOST, **hyperparameters)
         self._streams = streams
         self._streamed: dict[Tensor, Tensor] = {}
@@ -85,7 +85,7 @@ class OffloadedAdamW(ShardedOptimizer):
 
         The sums start at zero and cover all backward passes inside; `step` clips them by their global norm.
         """
-        assert self._streams, "made without sums"
+        assert self._streams, "created without streams"
         self.allocate()
         self._is_summed.clear()
         try:
@@ -137,18 +137,18 @@ class OffloadedAdamW(ShardedOptimizer):
         return gradient
 
     def _step_member(self, slab: Slab, member: Member, weight: Tensor, gradient: Tensor, factor: float) -> None:
-        """Step this rank's rows of a member, of which `weight` and `gradient` are."""
+        """Step this rank's rows of a member; `weight` and `gradient` hold these rows."""
         rows = slab.own(member)
         block = slab.kind.moments.block
         num_elements = min(len(rows) * block, member.parameter.numel() - (rows.start - member.rows.start) * block)
-        if num_elements <= 0:  # it has none, or only the padding at the end
+        if num_elements <= 0:  # this rank has no rows, or only padding
             return
         number = self._steps[member.parameter] + 1
         held = [slab.state[name][slab.held(rows)] for name in (MASTER, FIRST, SECOND)]
         weight, master, first, second, gradient = (
             tensor.reshape(-1)[:num_elements] for tensor in (weight, *held, gradient)
         )
-        if number == 1:  # not in `allocate`: a checkpoint may be loaded into the weights after it
+        if number == 1:  # not in `allocate`, since a checkpoint may be loaded after it
             master.copy_(weight)
         for chunk in _chunks(weight, master, first, second, gradient):
             step = partial(self._step_chunk, chunk[:-1], member.group, number, factor)
@@ -160,7 +160,7 @@ class OffloadedAdamW(ShardedOptimizer):
     def _step_chunk(
         self, state: Sequence[Tensor], group: Mapping[str, Any], number: int, factor: float, gradient: Tensor
     ) -> None:
-        """Step one chunk of the master by a gradient in host memory, and start sending the weight."""
+        """Step one chunk of the master with a gradient in host memory, and start sending the weight."""
         weight, master, first, second = state
         gradient = gradient.float() * factor
         before = master.to(weight.dtype, copy=True)
@@ -184,7 +184,7 @@ class OffloadedAdamW(ShardedOptimizer):
 
 
 class _ToHost:
-    """Copies from the device, some of them in flight while the host uses earlier ones."""
+    """Copies from the device; some are in flight while the host uses earlier ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -192,7 +192,7 @@ class _ToHost:
         self._in_flight: deque[tuple[torch.cuda.Event, Tensor, Tensor, Callable[[Tensor], object]]] = deque()
 
     def take(self, tensor: Tensor, use: Callable[[Tensor], object]) -> None:
-        """Copy a flat tensor and, at the latest in `finish`, call `use` with the copy; the tensor may be freed."""
+        """Copy a flat tensor, which may then be freed, and call `use` with the copy, at the latest in `finish`."""
         if not self._is_cuda:
             use(tensor)
             return
@@ -215,7 +215,7 @@ class _ToHost:
 
 
 class _ToDevice:
-    """Copies to the device, from one of two buffers while the host fills the other."""
+    """Copies to the device from one of two buffers, while the host fills the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

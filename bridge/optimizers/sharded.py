@@ -1,9 +1,9 @@
-"""The base of both AdamWs, whose state lies on the GPU (`split_adamw.py`) or in host memory (`offloaded_adamw.py`).
+"""The base of both AdamWs, with state on the GPU (`split_adamw.py`) or in host memory (`offloaded_adamw.py`).
 
-Several ranks share the work (ZeRO, in place): each has the state of its part of every slab's rows. `exchange` gives it
-the sum of all gradients for these rows; `step` updates them, and gathers the rows of all ranks into everyone's weights.
-Each element is computed once and copied, so replicas are equal by construction. The ranks that share hold the same part
-of the weights.
+Several ranks share the work (ZeRO, in place): each has the state for some rows of every slab. `exchange` gives a rank
+the summed gradients of its rows; `step` updates these rows, and gathers the rows of all ranks into every rank's
+weights. Each element is computed once and copied, so replicas are equal by construction. Ranks that share the work hold
+the same part of the weights.
 
 Shape suffixes: R blocks, B elements of a block.
 """
@@ -26,7 +26,7 @@ from bridge.ranks.world import ALONE, Ranks
 
 
 class ShardedOptimizer(InPlaceOptimizer):
-    """An optimizer whose state lies in slabs, of which several ranks each have their rows."""
+    """An optimizer whose state is stored in slabs; if there are several ranks, each has some rows of every slab."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         state_device: torch.device | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """Lay out the state; it lies on `state_device`, or beside the weights."""
+        """Lay out the state on `state_device`, by default the device of the weights."""
         super().__init__(params, **hyperparameters)
         self._world = ranks
         self._ranks = ranks.dp_group
@@ -50,11 +50,11 @@ class ShardedOptimizer(InPlaceOptimizer):
             member.parameter: (slab, index) for slab in self._slabs for index, member in enumerate(slab.members)
         }
         self._sums: dict[Slab, Tensor] = {}
-        """With several ranks: summed gradients [R, B] of this rank's rows, set by `exchange`."""
+        """Summed gradients [R, B] of this rank's rows, set by `exchange` if there are several ranks."""
         self._summed: set[Tensor] = set()
         """Parameters that had a gradient on any rank."""
         self._gathered: tuple[Slab, dict[str, Tensor]] | None = None
-        """The whole state of the slab whose parts were read last."""
+        """The full state of the slab whose parts were read last."""
 
     def allocate(self) -> None:
         for slab in self._slabs:
@@ -66,7 +66,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         return math.sqrt(float(self._world.all_reduce(self._squares())))
 
     def _squares(self) -> Tensor:
-        """Return the sum of the squares of this rank's gradients, without those that another part counts."""
+        """Return the sum of squares of this rank's gradients, without elements that another rank counts."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._ranks.world_size == 1:
             own = [(p, p.grad, factor) for p, factor in self._factors.items() if p.grad is not None]
@@ -80,7 +80,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         return squares
 
     def _counted(self, slab: Slab, sum_RB: Tensor) -> Tensor:
-        """Return this rank's summed gradients of a slab with zeros where another part counts them."""
+        """Return this rank's summed gradients of a slab, with zeros at elements that another rank counts."""
         block = slab.kind.moments.block
         for member in slab.members:
             rows = slab.own(member)
@@ -93,9 +93,9 @@ class ShardedOptimizer(InPlaceOptimizer):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Give each rank the sum of its peers' gradients of its rows, in float32, and drop the gradients.
+        """Give each rank the float32 sum of all ranks' gradients for its rows, and drop the gradients.
 
-        A parameter without a gradient on this rank has zeros.
+        A parameter without a gradient on this rank contributes zeros.
         """
         if self._ranks.world_size == 1:
             return
@@ -113,7 +113,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         self._summed = {parameter for parameter, width in dtypes.items() if width}
 
     def _sum(self, slab: Slab, dtype: torch.dtype) -> Tensor:
-        """Return the sum [R, B] of all ranks' gradients of this rank's rows, sent as `dtype`; drop the gradients."""
+        """Return the sum [R, B] of all ranks' gradients for this rank's rows, sent as `dtype`; drop the gradients."""
 
         def gradient(parameter: Tensor) -> Tensor:
             if parameter.grad is None:
@@ -152,7 +152,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         parts = slab.parts(slab.members[index], self._gathered[1])
         later = [member.parameter for member in slab.members[index + 1 :]]
         if not later or (self._steps[parameter] and not any(self._steps[member] for member in later)):
-            self._gathered = None  # as large as the state of several ranks; without an update, a parameter has none
+            self._gathered = None  # large, and no later member needs it: without an update it has no state
         return parts
 
     def reset(self, num_updates: Mapping[Tensor, int]) -> None:
@@ -170,7 +170,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         return [tensor for slab in self._slabs for tensor in slab.state.values()]
 
     def _ready(self) -> list[tuple[Slab, list[int]]]:
-        """Return the members, slab by slab, that have a gradient; of several ranks, on any of them."""
+        """Return the members that have a gradient on any rank, by slab."""
         slots = [self._slots[parameter] for parameter in self._slots if self._has_gradient(parameter)]
         return [(slab, [index for _, index in run]) for slab, run in groupby(slots, key=itemgetter(0))]
 
@@ -186,7 +186,7 @@ class ShardedOptimizer(InPlaceOptimizer):
 
     @contextmanager
     def _rows_of_all(self, slab: Slab, tensor_of: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Yield the weights [ranks * rows of each, B] of a slab; then write every rank's own rows into all weights."""
+        """Yield a slab's weights [ranks * rows per rank, B]; then gather every rank's rows into all ranks' weights."""
         whole, weight_RB = slab.whole(tensor_of)
         yield weight_RB
         self._ranks.all_gather_into(weight_RB)

@@ -1,11 +1,11 @@
-"""How an optimizer's state is laid out in rows, so that parameters are stepped together and ranks share them.
+"""How an optimizer's state is laid out in rows, so that parameters are stepped together and ranks share the work.
 
-A *slab* is the state of one large parameter, or of many small ones in a row. Each row is one block, and each parameter
-starts a new row, so that it gets the same result together with others as alone. A *piece* is a range of a slab's rows
-that is stepped in one call. A large parameter is stepped in its own memory. Small ones are gathered into a copy and
-scattered back, because hundreds of small kernels take longer to launch than to run.
+A *slab* is the state of one large parameter, or of many consecutive small ones. Each row is one block, and each
+parameter starts a new row, so that the results do not depend on which parameters share a slab. A *piece* is a range of
+a slab's rows that is stepped in one call. A large parameter is stepped in its own memory. Small ones are gathered into
+a copy and scattered back, because hundreds of small kernels take longer to launch than to run.
 
-Of several ranks each has the state of its part of every slab's rows.
+If there are several ranks, each has the state for some rows of every slab.
 
 Shape suffixes: R blocks, B elements of a block.
 """
@@ -23,25 +23,26 @@ from bridge.optimizers.split_master import Kind
 from bridge.ranks.world import ALONE, Ranks
 
 SMALL_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
-"""Parameters up to this size are gathered: a GPU finishes one, copies included, before another kernel is launched."""
+"""Parameters up to this size are gathered: a GPU steps one, copies included, faster than it launches a kernel."""
 SLAB_ELEMENTS = {"cuda": 2**26, "cpu": 2**18}
-"""Most elements of parameters that are gathered; their weights and gradients are copied for a moment."""
+"""Most elements of the parameters in one slab of gathered ones; their weights and gradients are briefly copied."""
 PIECE_ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
-"""Most elements of a large parameter per call: a GPU's one kernel has no temporaries; a CPU's should fit its caches."""
+"""Most elements of a large parameter per call. On a GPU one kernel needs no temporaries; on a CPU they should fit the
+caches."""
 LEAST_ROWS = 2
-"""Fewest rows of a parameter, and of a piece of one: torch specializes on tensors of one row."""
+"""Fewest rows of a parameter, and of a piece of one, since torch specializes on tensors with a single row."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter's place in a slab."""
+    """The rows of one parameter in a slab."""
 
     parameter: Tensor
     """The parameter; its memory may move between steps."""
     group: Mapping[str, Any]
     """Hyperparameters of the parameter."""
     rows: range
-    """Blocks of the parameter; the last one may be partly filled."""
+    """Rows (blocks) of the parameter; the last one may be partly filled."""
 
 
 @dataclass(eq=False)
@@ -52,12 +53,12 @@ class Slab:
     number: int
     """Index among the optimizer's slabs."""
     members: Sequence[Member]
-    """Parameters in the slab, in the order of their rows."""
+    """Parameters in the slab, in row order."""
     device: torch.device
     """Device of the state."""
     ranks: Ranks = ALONE
     state: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors [R, elements of a block] by name, of this rank's rows; empty before `allocate`."""
+    """Tensors [R, elements per block] of this rank's rows, by name; empty before `allocate`."""
 
     @property
     def num_rows(self) -> int:
@@ -65,13 +66,13 @@ class Slab:
 
     @property
     def mine(self) -> range:
-        """This rank's rows: all ranks have as many, the last ones beyond the slab's end."""
+        """This rank's rows. All ranks have the same number; the last ones may lie beyond the slab's end."""
         num_rows = -(-self.num_rows // self.ranks.world_size)
         num_rows += num_rows % LEAST_ROWS if self.ranks.world_size > 1 else 0
         return range(self.ranks.rank * num_rows, (self.ranks.rank + 1) * num_rows)
 
     def allocate(self) -> None:
-        """Allocate the state, zeroed, unless that is done."""
+        """Allocate the state, filled with zeros, unless it is allocated already."""
         if self.state:
             return
         made = {}
@@ -79,19 +80,19 @@ class Slab:
             shape = len(self.mine), self.kind.moments.block // part.elements
             empty = torch.empty(shape, dtype=part.dtype, device=self.device)
             made[name] = empty.zero_()  # commits host memory now, not on the first write
-        self.state.update(made)  # all or, if memory ran out, none
+        self.state.update(made)  # either all tensors or, if memory ran out, none
 
     def own(self, member: Member) -> range:
-        """Return which of a member's rows this rank has."""
+        """Return the rows of a member that this rank has."""
         first = max(self.mine.start, member.rows.start)
         return range(first, max(first, min(self.mine.stop, member.rows.stop)))
 
     def held(self, rows: range) -> slice:
-        """Return where this rank's tensors of the slab have these rows, which it owns."""
+        """Return the position of these rows, which this rank has, in its state tensors."""
         return slice(rows.start - self.mine.start, rows.stop - self.mine.start)
 
     def parts(self, member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return views of one member's part of the whole slab's `state`, without the padding of its last block."""
+        """Return views of one member's part of the full slab's `state`, without the padding in its last block."""
         rows = slice(member.rows.start, member.rows.stop)
         made = {}
         for name, part in self.kind.parts(member.parameter.dtype).items():
@@ -100,7 +101,7 @@ class Slab:
         return made
 
     def put(self, member: Member, name: str, part: Tensor) -> None:
-        """Copy one part of a member's whole state into this rank's rows."""
+        """Copy one tensor of a member's full state into this rank's rows."""
         width = self.state[name].shape[1]
         rows = self.own(member)
         flat = part.reshape(-1)[(rows.start - member.rows.start) * width :]
@@ -108,9 +109,9 @@ class Slab:
         own[: len(flat)].copy_(flat[: len(own)])
 
     def whole(self, tensor_of: Callable[[Tensor], Tensor]) -> tuple["Piece", Tensor]:
-        """Return all rows as a piece, and `tensor_of` the members as [ranks * rows of each, B].
+        """Return all rows as a piece, and `tensor_of` of all members as [ranks * rows per rank, B].
 
-        The latter is where they lie if it can be, else a copy that is filled up with zeros.
+        The tensor is a view of the members' memory if possible, otherwise a copy that is padded with zeros.
         """
         piece = Piece(self, self.members, slice(0, self.num_rows), 0)
         blocks_RB = piece.blocks(tensor_of)
@@ -120,7 +121,7 @@ class Slab:
         return piece, blocks_RB
 
     def pieces(self, indices: Iterable[int], steps: Mapping[Tensor, int]) -> Iterator["Piece"]:
-        """Yield the pieces of these members, in order; neighbors with as many `steps` so far share one."""
+        """Yield the pieces of these members, in order; neighbors with the same number of `steps` share a piece."""
         runs = groupby(enumerate(indices), key=lambda pair: (pair[1] - pair[0], steps[self.members[pair[1]].parameter]))
         for (_, step), run in runs:
             members = [self.members[index] for _, index in run]
@@ -135,20 +136,20 @@ class Slab:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a slab: some of one member's, or all of several members'."""
+    """Rows of a slab: some rows of one member, or all rows of several members."""
 
     slab: Slab
     members: Sequence[Member]
     rows: slice
     step: int
-    """Number of the update for its members, from 1."""
+    """Number of this update for these members, counted from 1."""
 
     @property
     def state(self) -> dict[str, Tensor]:
         return {name: tensor[self.rows] for name, tensor in self.slab.state.items()}
 
     def blocks(self, tensor_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `tensor_of` the members as [R, B]: a view if possible, else a copy padded with zeros."""
+        """Return `tensor_of` of the members as [R, B]: a view if possible, otherwise a copy padded with zeros."""
         flat, lengths = self._spans(tensor_of)
         block = self.slab.kind.moments.block
         if len(flat) == 1 and flat[0].numel() == lengths[0]:
@@ -165,7 +166,7 @@ class Piece:
             torch._foreach_copy_(flat, [span[: tensor.numel()] for span, tensor in zip(spans, flat, strict=True)])
 
     def _spans(self, tensor_of: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[int]]:
-        """Return each member's elements in these rows, flat, and the sizes of those rows."""
+        """Return each member's elements in these rows, flattened, and the sizes of these rows."""
         block = self.slab.kind.moments.block
         flat = [tensor_of(member.parameter).reshape(-1) for member in self.members]
         if len(self.members) > 1:
@@ -182,9 +183,10 @@ def slabs(
     replicated: Replicated,
     device: torch.device | None,
 ) -> list[Slab]:
-    """Assign the parameters of all groups to slabs, with their state on `device`; None: beside the weights.
+    """Assign the parameters of all groups to slabs, with state on `device`; None: on the weights' device.
 
-    What several parts hold comes first, by itself: random bits depend on the slab and the row.
+    Parameters that several tensor-parallel ranks hold come first, in separate slabs, because random bits depend on the
+    slab and the row.
     """
     dealt: list[list[Member]] = []
     open_slabs: dict[tuple[object, ...], list[Member]] = {}
@@ -210,4 +212,4 @@ def slabs(
 
 def hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
     values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-    return tuple(map(float, values))  # equal tensors are not equal as members of a set
+    return tuple(map(float, values))  # sets compare tensors by identity

@@ -1,4 +1,4 @@
-"""AdamW with its state beside the weights, stepped after a backward pass or in the middle of one.
+"""AdamW with its state on the weights' device, stepped after a backward pass or during one.
 
 Shape suffixes: R blocks, B elements of a block.
 """
@@ -22,11 +22,11 @@ from bridge.optimizers.split_master import KINDS, Coefficients, Kind, Update, co
 from bridge.ranks.world import ALONE, Ranks
 
 _Waiting = dict[Tensor, list[tuple[Piece, Sequence[Tensor]]]]
-"""The pieces of each parameter that is stepped in a backward pass, with their scalars."""
+"""The pieces of each parameter that is stepped during a backward pass, with their scalars."""
 
 
 class SplitMasterAdamW(ShardedOptimizer):
-    """AdamW that by default loses no update to bf16; on a GPU `allocate` compiles its update."""
+    """AdamW that by default loses no update to bf16 rounding; on a GPU `allocate` compiles the update."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         self._seed = seed
         self._compiles = self._device.type == "cuda" if compiles is None else compiles
         self._released: list[Tensor] = []
-        """Norms of the gradients released since the last step."""
+        """Norms of the gradients that were released since the last step."""
 
     def allocate(self) -> None:
         super().allocate()
@@ -61,8 +61,8 @@ class SplitMasterAdamW(ShardedOptimizer):
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
         """Step each parameter as soon as its gradient is complete, then drop the gradient.
 
-        One backward pass is one update. The global norm is not known by then, so each gradient is clipped to `max_norm`
-        by itself.
+        One backward pass is one update. The global norm is not known yet, so each gradient is clipped to `max_norm`
+        individually.
         """
         self.allocate()
         self._num_changed = []
@@ -77,7 +77,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         norms = torch.stack(self._released).tolist() if self._released else []
         if num_bad := sum(not math.isfinite(norm) for norm in norms):
             raise UsageError(
-                f"{num_bad} of {len(norms)} gradients were not finite: the parameters of all others were stepped",
+                f"{num_bad} of {len(norms)} gradients were not finite; only the other parameters were updated",
                 hint="resume from the last checkpoint with a lower --lr",
             )
 
@@ -85,7 +85,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         """Step each parameter once its gradient is complete."""
 
         def take(parameter: Tensor) -> None:
-            assert parameter in waiting, "a second gradient: one backward pass is one update"
+            assert parameter in waiting, "a parameter got a second gradient: one backward pass is one update"
             assert parameter.grad is not None
             norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
             self._released.append(norm * self._factors[parameter])
@@ -97,12 +97,12 @@ class SplitMasterAdamW(ShardedOptimizer):
 
     @contextmanager
     def _released_by_several(self, waiting: _Waiting) -> Iterator[None]:
-        """Exchange, step and gather each slab once its gradients, and the slabs before it, are complete.
+        """Exchange, step and gather each slab once its gradients, and those of all slabs before it, are complete.
 
-        A rank that has exchanged a slab's gradients needs its weights no more in this backward pass. The last layers
-        come first. A rank without a gradient sends zeros; what has none on any rank is left unchanged.
+        A rank that has exchanged a slab's gradients no longer needs its weights in this backward pass. The last layers
+        come first. A rank without a gradient sends zeros; parameters without a gradient on any rank stay unchanged.
         """
-        assert self._world is self._ranks, "the parts of a parameter would be clipped each by its own norm"
+        assert self._world is self._ranks, "each part of a parameter would be clipped by a different norm"
         numbers = {parameter: number for number, parameter in enumerate(self._steps)}
         firsts = {slab: min(numbers[member.parameter] for member in slab.members) for slab in self._slabs}
         last_first = sorted(self._slabs, key=lambda slab: -firsts[slab])
@@ -118,7 +118,7 @@ class SplitMasterAdamW(ShardedOptimizer):
             squares, num_gradients = self._ranks.all_reduce(torch.stack([torch.stack(own), counts]))
             norms.append((squares.sqrt() * self._factors[slab.members[0].parameter]).float())
             ready.append(num_gradients > 0)
-            bounds = torch.where(ready[-1], norms[-1], math.nan)  # the update leaves what has no norm unchanged
+            bounds = torch.where(ready[-1], norms[-1], math.nan)  # a NaN norm leaves parameters unchanged
             pieces = [
                 (*pair, bound)
                 for member, bound in zip(slab.members, bounds, strict=True)
@@ -141,7 +141,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         return super().global_norm()
 
     def _step(self, norm: float, max_norm: float) -> None:
-        if self._released:  # every parameter was stepped when its gradient was complete
+        if self._released:  # parameters were stepped as gradients completed
             self._released = []
             return
         self._num_changed = []
@@ -162,12 +162,12 @@ class SplitMasterAdamW(ShardedOptimizer):
         self._count(ready)
 
     def _scalars(self, pieces: Sequence[Piece], max_norm: float) -> Iterator[Sequence[Tensor]]:
-        """Yield each piece's coefficients and place on the device, copied in one go."""
+        """Yield each piece's coefficients and counter on the device, copied in one transfer."""
         coefficients = []
         counters = []
         for piece in pieces:
             group = piece.members[0].group
-            assert len({hyperparameters(member.group) for member in piece.members}) == 1, "changed since then"
+            assert len({hyperparameters(member.group) for member in piece.members}) == 1, "hyperparameters changed"
             coefficients.append(Coefficients.of(group, piece.step, max_norm))
             counters.append((key(self._seed, piece.slab.number, piece.step), piece.rows.start))
         columns = (coefficients, torch.float32), (counters, torch.int32)
@@ -182,7 +182,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         piece.put_back(weight_RB, _bits)
 
     def _step_own_rows(self, slab: Slab, pieces: Iterable[tuple[Piece, Sequence[Tensor], Tensor]]) -> None:
-        """Update this rank's rows of a slab, each piece by its norm, and gather those of all ranks."""
+        """Update this rank's rows of a slab, each piece with its norm, and gather the rows of all ranks."""
         sum_RB = self._sums[slab]
         mine = slab.mine
         step = self._update(slab.members[0].parameter.dtype, sum_RB.dtype)
@@ -215,6 +215,6 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
+    """Copy values to the device without waiting for it."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

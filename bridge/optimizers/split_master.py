@@ -1,4 +1,4 @@
-"""One elementwise AdamW update, eager or compiled: of a float32 weight, or of a master split into bf16 and a remainder.
+"""One elementwise AdamW update, eager or compiled, for float32 weights, or masters split into bf16 and a remainder.
 
     float32 master   s eeeeeeee mmmmmmm | mmmmmmmmmmmmmmmm
                      the bf16 weight    | int16 remainder        master = (weight's bits << 16) + remainder
@@ -6,7 +6,7 @@
 The weight is the master rounded to nearest (ties away from zero), so the remainder is signed and a carry reaches the
 exponent. Without a remainder, the weight is the master rounded stochastically.
 
-Whatever changes from step to step is in a tensor, so that nothing is recompiled.
+Everything that changes from step to step is in a tensor, so that nothing is recompiled.
 
 Shape suffixes: R blocks, B elements of a block.
 Source: TransformerEngine's `FusedAdam` (`store_param_remainders`) for the split; AdamW, arXiv 1711.05101, algorithm 2.
@@ -35,20 +35,20 @@ from bridge.optimizers.moments import (
 
 REMAINDER = "remainder"
 TRIAL_BLOCKS = 3
-"""Blocks of the call that compiles: torch specializes on sizes 0 and 1."""
+"""Number of blocks in the call that compiles, since torch specializes on sizes 0 and 1."""
 Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor, Tensor], Tensor]
-"""`update` of one kind: (weight, gradient, state, coefficients, norm, place) -> words changed in each block."""
+"""`update` of one kind: (weight, gradient, state, coefficients, norm, counter) -> values changed in each block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One way to store AdamW's state beside the weights."""
+    """One way to store AdamW's state."""
 
     name: OptimizerName
     moments: Moments
 
     def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:
-        """Return the state tensors of a weight of `dtype`, by name."""
+        """Return the state tensors for a weight of this dtype, by name."""
         is_split = OPTIMIZERS[self.name].has_master and dtype == torch.bfloat16
         return {**self.moments.parts, **({REMAINDER: StateTensor(torch.int16)} if is_split else {})}
 
@@ -59,11 +59,11 @@ KINDS: Mapping[str, Kind] = {
     "adamw-8bit": Kind(name="adamw-8bit", moments=EIGHT_BIT),
     "adamw-4bit": Kind(name="adamw-4bit", moments=FOUR_BIT),
 }
-"""Optimizers by the value of `--optimizer`."""
+"""Kinds by the value of `--optimizer`."""
 
 
 class Coefficients(NamedTuple):
-    """The scalars of one update of one parameter, in the order in which `update` unpacks them."""
+    """The scalars of one update of a parameter, in the order in which `update` unpacks them."""
 
     decay: float  # factor of the weight: 1 - lr * weight_decay
     lerp1: float  # 1 - beta1
@@ -77,7 +77,7 @@ class Coefficients(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int, max_norm: float = math.inf) -> Self:
-        """Derive them from a parameter group and the step's number, from 1."""
+        """Derive the coefficients from a parameter group and the step's number, counted from 1."""
         beta1, beta2 = group["betas"]
         return cls(
             decay=1 - group["lr"] * group["weight_decay"],
@@ -93,12 +93,12 @@ class Coefficients(NamedTuple):
 
 
 def join(upper: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 master of the bf16 bits `upper` and `remainder`, both int16."""
+    """Return the float32 master, given its bf16 bits `upper` and the `remainder`, both int16."""
     return ((upper.int() << 16) + remainder.int()).view(torch.float32)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bf16 bits nearest to float32 `master` and the remainder, both int16; `join` is the exact inverse."""
+    """Return the bits of the bf16 nearest to float32 `master`, and the remainder, both int16; `join` inverts this."""
     bits = master.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return upper.short(), (bits - (upper << 16)).short()
@@ -113,9 +113,9 @@ def update(
     norm: Tensor,
     counter: Tensor,
 ) -> Tensor:
-    """Apply one AdamW update in place, without a device sync; return how many words of each block changed.
+    """Apply one AdamW update in place, without a device sync; return how many stored values changed in each block.
 
-    A gradient with a norm above `max_norm` is scaled down to it; a norm that is not finite leaves everything unchanged.
+    If `norm` exceeds `max_norm`, the gradient is scaled down; if it is not finite, everything stays unchanged.
 
     Shapes: `weight_RB` float32, or the int16 bits of bf16; `state` R blocks of each of `Kind.parts`; `coefficients`
     float32, the fields of `Coefficients`; `norm` float32 []; `counter` as in `random_bits`.
@@ -132,13 +132,13 @@ def update(
     if kind.moments.by_chance:
         change_RB = step_size * (first_RB / denominator_RB).clamp(-largest, largest)
     else:
-        change_RB = step_size * first_RB / denominator_RB  # in the order of torch.optim.AdamW, to the bit
+        change_RB = step_size * first_RB / denominator_RB  # ordered as in torch.optim.AdamW, for equal bits
     bits_RB = random_bits(counter, weight_RB) if kind.moments.by_chance else None
     new = dict(kind.moments.encode(first_RB, second_RB, bits_RB))
     if is_bf16 and REMAINDER in state:
         new_RB, new[REMAINDER] = split(join(weight_RB, state[REMAINDER]) * decay - change_RB)
     elif is_bf16:
-        assert bits_RB is not None, "without a master, rounding is stochastic"
+        assert bits_RB is not None, "without a remainder, rounding needs random bits"
         new_RB = stochastic_round((weight_RB.int() << 16).view(torch.float32) * decay - change_RB, bits_RB)
     else:
         new_RB = weight_RB * decay - change_RB
@@ -154,11 +154,12 @@ def update(
 
 
 @cache
-@torch.no_grad()  # as in later calls: a change of grad mode would recompile
+@torch.no_grad()  # as in later calls, since torch recompiles if grad mode changes
 def compiled(kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: torch.device, *, single: bool) -> Update:
-    """Compile `update` into one kernel for any number of blocks of these dtypes, by running it once on zeros.
+    """Compile `update` for these dtypes into one kernel for any number of blocks, by running it once on zeros.
 
-    torch compiles anew for a `single` block, which the border between two ranks may leave; with it, that is done, too.
+    With `single`, also compile the separate kernel that torch needs for a single block; the border between two ranks
+    may leave one.
     """
 
     def update_of_kind(*tensors: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -191,7 +192,7 @@ def compiled(kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: tor
 
 
 def _largest(beta1: float, beta2: float, step: int) -> float:
-    """Return the largest first moment over root of the second after `step` gradients (Cauchy-Schwarz)."""
+    """Return the largest possible first moment over root of second moment after `step` gradients (Cauchy-Schwarz)."""
     ratio = beta1**2 / beta2 if beta2 else math.inf
     if ratio >= 1:
         return math.inf

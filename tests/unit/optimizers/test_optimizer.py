@@ -60,7 +60,7 @@ def test_a_split_master_joins_to_the_same_bits() -> None:
 def test_parameters_added_later_are_refused() -> None:
     first = torch.nn.Parameter(torch.zeros(4))
     optimizer = SplitMasterAdamW([first], kind=KINDS["adamw"])
-    with pytest.raises(UsageError, match="takes all of its parameters when it is made"):
+    with pytest.raises(UsageError, match="take all parameters when they are created"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]})
     assert [group["params"] for group in optimizer.param_groups] == [[first]]
 
@@ -245,7 +245,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
         other.load_state_dict(optimizer.state_dict())
     with pytest.raises(CheckpointError, match="another optimizer"):
         other.load_state_dict(torch.optim.AdamW([weight]).state_dict())
-    with pytest.raises(CheckpointError, match="other parameters"):
+    with pytest.raises(CheckpointError, match="different parameters"):
         SplitMasterAdamW([torch.nn.Parameter(torch.ones(3))]).load_state_dict(optimizer.state_dict())
 
 
@@ -380,7 +380,7 @@ def test_the_state_of_more_parameters_is_refused() -> None:
     many = [parameter(torch.ones(4, 4).bfloat16(), torch.ones(4, 4)) for _ in range(3)]
     optimizer = SplitMasterAdamW(many)
     optimizer.step()
-    with pytest.raises(CheckpointError, match="other parameters"):
+    with pytest.raises(CheckpointError, match="different parameters"):
         SplitMasterAdamW(many[:1]).load_state_dict(optimizer.state_dict())
 
 

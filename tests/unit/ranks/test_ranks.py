@@ -247,7 +247,7 @@ def test_optimizer_without_gradient_sums_is_refused() -> None:
         updated(base(), made_by(base(seed=8)), make_optimizer=Descent, ranks=ranks)
 
     refused = on_ranks(2, step)
-    assert all("Descent adds up no gradients: several ranks" in error.message for error in refused), refused
+    assert all("Descent does not sum gradients over ranks" in error.message for error in refused), refused
 
 
 def test_gathered_state_is_not_kept() -> None:
