@@ -1,4 +1,4 @@
-"""From groups to updates: advantages and samples, the loss, its gradients, and the learner that takes the updates.
+"""From groups to updates: advantages, samples and losses.
 
 Words: *sample* (a completion to train on), *step* (one batch), *update* (one optimizer step), *epoch* (one pass over a
 batch), *mini-batch* (the samples of one update), *micro-batch* (the samples of one forward and backward pass).

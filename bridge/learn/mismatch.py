@@ -1,10 +1,10 @@
-"""The log-prob mismatch between the server and the trainer: how large it is, and its importance-sampling correction.
+"""The log-prob mismatch between the server and the trainer: its size, and its importance-sampling correction.
 
-The server computes with its own arithmetic, and with older weights where rollouts are stale. The importance weight of a
-token is its probability by the trainer over that by the server. It turns a mean over the server's samples into one over
-the trainer's policy: exactly for each token, given the tokens before it, which stay the server's. By sequence, all
-tokens of a completion have one weight, the product of theirs, which corrects for the prefixes as well. Truncating or
-masking bounds the variance.
+The server computes with different arithmetic and, if rollouts are stale, with older weights. The importance weight of a
+token is the trainer's probability of it divided by the server's. It turns a mean over the server's samples into a mean
+over the trainer's policy. Per token this is exact only given the preceding tokens, which are still the server's. Per
+sequence, all tokens of a completion share one weight, the product of theirs, which also corrects for the prefixes.
+Truncating or masking weights bounds the variance.
 
 Shape suffixes: N rows (positions that predict a sampled token), K sums.
 """
@@ -22,10 +22,10 @@ from bridge.config import LossConfig
 from bridge.types import HEALTHY_NATS, LOGPROB_DIFF_EDGES
 
 DEFAULT_HIGH: Mapping[str, float] = {"truncate": 2.0, "mask": 5.0, "none": math.inf}
-"""Kind of correction -> its default for the largest importance weight."""
+"""Default for the largest importance weight, by kind of correction."""
 
 MOST_NATS = 1e6
-"""Cap of a difference of log-probabilities: its exponential is infinite, and adding it to -inf is not NaN."""
+"""Cap for differences of log-probabilities: its exponential is infinite, and its sum with -inf is not NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class Correction:
     """The importance-sampling correction."""
 
     kind: Literal["truncate", "mask", "none"] = "none"
-    """`truncate` limits the weight to `high`, `mask` sets it to 0 outside of `low` to `high`, `none` sets it to 1."""
+    """`truncate` limits the weight to `high`, `mask` sets it to 0 outside `low` to `high`, `none` sets it to 1."""
     level: Literal["token", "sequence"] | None = None
-    """One importance weight per token or per sequence; None: as the loss does."""
+    """Whether each token or each sequence has one importance weight; None: the loss decides."""
     low: float = 0.0
     high: float = math.inf
 
@@ -45,11 +45,11 @@ class Correction:
         return cls(kind=config.mismatch, level=config.mismatch_level, low=config.mismatch_low, high=high)
 
     def weights(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
-        """Return each token's importance weight, without gradient; given `sequences_N`, that of its whole sequence.
+        """Return each token's importance weight, without gradient; with `sequences_N`, the weight of its sequence.
 
-        `old_logprobs_N` are the trainer's before the first update of the batch: the weight covers the distance from the
-        server to there, staleness included, and the loss's ratio the rest. It is 1 where the server's is unknown, and 0
-        where the trainer's probability is 0.
+        `old_logprobs_N` are the trainer's from before the first update of the batch. The weight covers the difference
+        between these and the server's, staleness included; the loss's ratio covers the rest. The weight is 1 if the
+        server's log-probability is unknown, and 0 if the trainer's probability is 0.
 
         Shapes: [N], [N], [N] int64 -> [N].
         Source: truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
@@ -66,7 +66,7 @@ class Correction:
         return torch.where(self.changed(old_logprobs_N, sampled_logprobs_N, sequences_N), 0.0, ratios_N)
 
     def changed(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
-        """Return for each token whether its weight was truncated, or it was masked.
+        """Return for each token whether its weight was truncated or masked.
 
         Shapes: [N], [N], [N] int64 -> [N] bool.
         """
@@ -79,7 +79,7 @@ def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Ten
     differences_N = (old_logprobs_N - sampled_logprobs_N).detach()
     differences_N = torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N).clamp(max=MOST_NATS)
     differences_N = differences_N.masked_fill(old_logprobs_N == -math.inf, -math.inf)
-    if sequences_N is not None:  # there are at most as many sequences as rows
+    if sequences_N is not None:  # sized by rows: there are never more sequences
         differences_N = torch.zeros_like(differences_N).index_add(0, sequences_N, differences_N)[sequences_N]
     return differences_N.exp()
 
@@ -89,9 +89,9 @@ class Tally:
     """Sums over the tokens of micro-batches, on their device."""
 
     sums_K: Tensor
-    """float64: tokens, differences, KL, weights, squared weights, changed tokens, tokens at or above each edge."""
+    """float64 sums: tokens, differences, KL, weights, squared weights, changed tokens, tokens at or above each edge."""
     max: Tensor
-    """float64: the largest difference."""
+    """float64: the largest difference of a token."""
 
     @classmethod
     def zero(cls, device: torch.device) -> Self:
@@ -105,7 +105,7 @@ class Tally:
         return Tally(self.sums_K + other.sums_K, torch.maximum(self.max, other.max))
 
     def metrics(self) -> dict[str, Any]:
-        """Wait for the device, and return the metrics by name; NaN if the server reported no log-probability."""
+        """Wait for the device, and return the metrics by name; NaN if the server reported no log-probabilities."""
         *sums, largest = torch.cat([self.sums_K, self.max.unsqueeze(0)]).tolist()
         num_tokens, difference, kl, weight, squared_weight, changed, *at_or_above = sums
         in_bins = [above - beyond for above, beyond in pairwise([num_tokens, *at_or_above, 0.0])]
@@ -127,7 +127,7 @@ def measure(
     """Compare the trainer's log-probabilities with the server's, without waiting for the device.
 
     Shapes: [N], [N] float32, [N] int64.
-    Source: the KL divergence by the estimator k3, Schulman 2020, "Approximating KL Divergence".
+    Source: k3, the estimator of the KL divergence, Schulman 2020, "Approximating KL Divergence".
     """
     known_N = ~sampled_logprobs_N.isnan()
     differ_N = known_N & (old_logprobs_N != sampled_logprobs_N)  # both may be -inf
@@ -144,7 +144,7 @@ def measure(
         *(differences_N >= edge for edge in LOGPROB_DIFF_EDGES),
     )
     sums_K = torch.stack([term_N.sum(dtype=torch.float64) for term_N in terms])
-    largest = torch.cat([differences_N, differences_N.new_zeros(1)]).max()  # there may be no tokens
+    largest = torch.cat([differences_N, differences_N.new_zeros(1)]).max()  # in case there are no tokens
     return Tally(sums_K, largest.double())
 
 

@@ -1,7 +1,7 @@
 """A policy loss in a user's file, `--loss file.py:function`: load it, try it on made-up tensors, and call it.
 
-Trial calls prove that the loss of a batch is the same however the batch is cut into micro-batches: that its gradient
-doubles with the weights, and that the gradients of single sequences are those of all of them together.
+Trial calls check that the loss of a batch does not depend on how the batch is cut into micro-batches: the gradient must
+double when the weights do, and the gradients of single sequences must equal those of all sequences together.
 
 The function gets a `LossTensors` and returns each token's term of the loss, and metrics:
 
@@ -28,49 +28,49 @@ from bridge.core.foreign_code import described, find_object, foreign_code
 from bridge.errors import RewardError
 
 EXAMPLE = "return -ratios * tensors.advantages, {'ratio': ratios}"
-SUM = "return the terms, one a token; or, as one number, (terms * tensors.weights).sum()"
+SUM = "return the terms, one per token, or a single number: (terms * tensors.weights).sum()"
 TOLERANCE = 1e-3
 """Largest difference of gradients in the trial calls, relative to the largest gradient."""
 MOST_COUNTED = 1e30
-"""Largest number of tokens that a metric may be a mean over."""
+"""Largest number of tokens that a metric may be averaged over."""
 MADE_UP = ((3, 2), (1,))
-"""Lengths of the sequences in the made-up micro-batches."""
+"""Sequence lengths of each made-up micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossTensors:
-    """One micro-batch: N sampled tokens of S sequences, the tokens of a sequence one after the other."""
+    """One micro-batch: N sampled tokens of S sequences; the tokens of a sequence are consecutive."""
 
     logprobs: Tensor
-    """[N] float32: log-probabilities of the policy that is trained, in nats; the only tensor with a gradient."""
+    """[N] float32: log-probabilities of the policy in training, in nats; the only tensor with a gradient."""
     old_logprobs: Tensor
-    """[N] float32: the same from before the first update of the batch; equal to `logprobs` in the first update."""
+    """[N] float32: the policy's from before the first update of the batch; in that update, equal to `logprobs`."""
     sampled_logprobs: Tensor
-    """[N] float32: those of vLLM, which sampled the tokens; NaN where unknown."""
+    """[N] float32: vLLM's log-probabilities when it sampled the tokens; NaN where unknown."""
     reference_logprobs: Tensor | None
-    """[N] float32: those of the frozen reference; None without --kl-coef."""
+    """[N] float32: the frozen reference's log-probabilities; None without --kl-coef."""
     advantages: Tensor
-    """[N] float32: after --advantage-scale, --top-entropy and --kl-in-reward."""
+    """[N] float32: advantages after --advantage-scale, --top-entropy and --kl-in-reward."""
     weights: Tensor
-    """[N] float32: what multiplies each token's term before all terms are summed: the share of its mean (--aggregation)
+    """[N] float32: factor of each token's term before all terms are summed: its weight in the mean (--aggregation)
     times its importance weight (--mismatch)."""
     mask: Tensor
-    """[N] bool: whether the weight is not 0."""
+    """[N] bool: True where the weight is not 0."""
     sequences: Tensor
     """[N] int64: the sequence of each token, from 0 to S - 1."""
     lengths: Tensor
-    """[S] int64: sampled tokens of each sequence."""
+    """[S] int64: number of sampled tokens in each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoss:
-    """The function of a user."""
+    """A user's loss function."""
 
     name: str
     """The value of --loss."""
     function: Callable[[LossTensors], Any]
     metrics: tuple[str, ...] | None = None
-    """Names of the metrics that it returns; None: not tried yet."""
+    """Names of the metrics that the function returns; None: it was not tried yet."""
 
     @property
     def file(self) -> Path:
@@ -80,7 +80,7 @@ class OwnLoss:
         """Return each token's term, [N], or the micro-batch's part of the loss, []; and the metrics by name.
 
         Raises:
-            RewardError: the function raised, or returned anything else.
+            RewardError: the function raised, or returned something else.
         """
         versions = _versions(tensors)
         with foreign_code(f"--loss {self.name}", str(self.file)):
@@ -90,34 +90,34 @@ class OwnLoss:
         terms, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         shape = (len(tensors.logprobs),)
         if not isinstance(terms, Tensor) or not terms.is_floating_point():
-            raise self.fault(f"returned {described(terms)}", f"a float tensor of shape {shape}, one term a token")
+            raise self.fault(f"returned {described(terms)}", f"a float tensor of shape {shape}, one term per token")
         if terms.shape not in (shape, ()):
-            raise self.fault(f"returned a tensor of shape {tuple(terms.shape)}", f"shape {shape}, one term a token")
+            raise self.fault(f"returned a tensor of shape {tuple(terms.shape)}", f"shape {shape}, one term per token")
         if terms.layout is not torch.strided or terms.device != tensors.logprobs.device:
             layout = str(terms.layout).removeprefix("torch.")
             raise self.fault(
-                f"returned a {layout} tensor on {terms.device}", f"a dense one on {tensors.logprobs.device}"
+                f"returned a {layout} tensor on {terms.device}", f"a dense tensor on {tensors.logprobs.device}"
             )
         if not terms.requires_grad:
             raise self.fault("returned terms without a gradient", "terms that depend on tensors.logprobs")
         if not isinstance(metrics, Mapping) or not all(map(_is_name, metrics)):
-            raise self.fault(f"returned metrics {described(metrics)}", "a dict, its keys of letters, digits and _")
+            raise self.fault(f"returned metrics {described(metrics)}", "a dict whose keys are of letters, digits and _")
         if self.metrics is not None and {*metrics} != {*self.metrics}:
             raise self.fault(f"returned the metrics {sorted(metrics)}", f"{sorted(self.metrics)} in every call")
         return terms, {name: self._sum_and_count(name, metrics[name], shape) for name in sorted(metrics)}
 
     def fault(self, problem: str, expected: str, hint: str = EXAMPLE) -> RewardError:
-        """Return the error for something wrong with the function or with what it returned."""
+        """Return an error about the function or about what it returned, with its file and line."""
         where = (
             f"{Path(inspect.getfile(self.function)).name} line {inspect.unwrap(self.function).__code__.co_firstlineno}"
         )
         return RewardError(f"--loss {self.name} {problem}, expected {expected} ({where})", hint=hint)
 
     def _changed(self, names: Sequence[str]) -> RewardError:
-        """Return the error for inputs that were changed in place; views of one tensor count as one."""
+        """Return an error about the inputs (`names`) that the function changed in place."""
         return self.fault(
             f"changes tensors.{' or tensors.'.join(names)} in place",
-            "that its inputs stay as they are, since later passes read them",
+            "that its inputs stay unchanged, since later passes read them",
             f"work on a copy: tensors.{names[0]}.clone(), or x * 0.5 in place of x.mul_(0.5)",
         )
 
@@ -126,22 +126,23 @@ class OwnLoss:
         total, count = value if is_pair else (value, shape[0])
         is_number = isinstance(count, Tensor) and count.shape == ()
         if isinstance(count, int | float):
-            is_number = abs(count) <= MOST_COUNTED  # not so for NaN
+            is_number = abs(count) <= MOST_COUNTED  # False for NaN
         if not isinstance(total, Tensor) or total.shape != (() if is_pair else shape) or not is_number:
             expected = f"a tensor of shape {shape}, or a pair (sum, count) of scalar tensors"
             raise self.fault(f"returned {described(value)} as metric {name!r}", expected)
         return total.detach(), count
 
     def tried(self, lengths: tuple[int, ...], *, has_reference: bool) -> "OwnLoss":
-        """Call the function on a made-up micro-batch, and return this loss with the metrics that it returned.
+        """Call the function on a made-up micro-batch, and return this loss with the names of its metrics.
 
         Raises:
-            RewardError: it raised, what it returned or its gradient is unusable, or the loss depends on the cut.
+            RewardError: the function raised, its result or its gradient is unusable, or the loss depends on how a batch
+                is cut into micro-batches.
         """
         tensors = example_tensors(lengths, has_reference=has_reference)
         gradient, metrics = self._gradient(tensors)
         loss = replace(self, metrics=tuple(metrics))
-        is_random = not _are_close(loss._gradient(tensors, seed=1)[0], gradient)  # or it keeps a state
+        is_random = not _are_close(loss._gradient(tensors, seed=1)[0], gradient)  # or it keeps state
         if is_random:
             return loss
         doubled = replace(tensors, weights=2 * tensors.weights)
@@ -149,15 +150,15 @@ class OwnLoss:
             raise self.fault(
                 "has a gradient that does not double when tensors.weights do: it averages, sums without weights, or"
                 " applies them twice",
-                "one that does, or the loss would depend on how the batch is cut into micro-batches",
+                "a gradient that does, or the loss would depend on how the batch is cut into micro-batches",
                 SUM,
             )
         parts = [loss._gradient(part)[0] for part in _sequences(tensors)]
         if not _are_close(torch.cat(parts), gradient):
             raise self.fault(
-                "has another gradient when each sequence is a micro-batch of its own",
-                "the same, however the batch is cut into micro-batches",
-                f"{SUM}; what is about the whole batch, such as a mean, belongs in the advantages",
+                "has a different gradient if each sequence is a separate micro-batch",
+                "the same gradient, however the batch is cut into micro-batches",
+                f"{SUM}; anything that depends on the full batch, such as a mean, belongs in the advantages",
             )
         return loss
 
@@ -171,9 +172,9 @@ class OwnLoss:
                 torch.manual_seed(seed)
                 terms, metrics = self(tensors)
                 if tensors.logprobs.grad is not None:
-                    raise self.fault("calls backward() itself", "a loss, whose gradient Bridge computes", EXAMPLE)
+                    raise self.fault("calls backward() itself", "only the loss: Bridge computes its gradient", EXAMPLE)
                 if not torch.is_grad_enabled() or torch.get_default_dtype() != default_dtype:
-                    raise self.fault("changes torch's grad mode or default dtype", "that both stay as they are")
+                    raise self.fault("changes torch's grad mode or default dtype", "that both stay unchanged")
                 with foreign_code(f"--loss {self.name}: its gradient", str(self.file)):
                     loss = terms if terms.dim() == 0 else (terms * tensors.weights).sum()
                     (gradient,) = torch.autograd.grad(loss, tensors.logprobs, allow_unused=True)
@@ -189,11 +190,11 @@ class OwnLoss:
 
 
 def load(name: str, *, has_reference: bool) -> OwnLoss:
-    """Load the function that `name`, `file.py:function`, refers to, and try it.
+    """Load the function that `name` refers to, in the form `file.py:function`, and try it.
 
     Raises:
-        UsageError: there is no such file or function, or it takes other arguments.
-        RewardError: it raised, or returned something unusable.
+        UsageError: the file or function does not exist, or the function takes different arguments.
+        RewardError: the function raised, or returned something unusable.
     """
     try:
         source = Path(name.rpartition(":")[0]).expanduser().read_bytes()
@@ -204,7 +205,7 @@ def load(name: str, *, has_reference: bool) -> OwnLoss:
 
 @lru_cache(maxsize=16)
 def _load(name: str, _folder: Path, _source: bytes, has_reference: bool) -> OwnLoss:
-    """Load and try the function, once per content of its file: a notebook may edit it."""
+    """Load and try the function, once per version of its file, which a notebook may edit."""
     function = find_object("loss", name)
     loss = OwnLoss(name=name, function=function)
     try:
@@ -236,12 +237,12 @@ def _named(tensors: LossTensors) -> list[tuple[str, Tensor]]:
 
 
 def _versions(tensors: LossTensors) -> dict[str, int]:
-    """Return how often each tensor was changed in place, as far as torch counts it."""
+    """Return torch's version counter of each tensor, which in-place changes increase."""
     return {name: tensor._version for name, tensor in _named(tensors) if not tensor.is_inference()}
 
 
 def _sequences(tensors: LossTensors) -> list[LossTensors]:
-    """Return each sequence as a micro-batch of its own."""
+    """Return each sequence as a separate micro-batch."""
     made = []
     for index in range(len(tensors.lengths)):
         rows = tensors.sequences == index

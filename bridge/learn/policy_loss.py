@@ -1,7 +1,7 @@
 """The policy loss of one micro-batch: clipped probability ratios, importance weights, and an optional KL divergence.
 
-A pure function. The tokens' weights (`samples.py`) define the aggregation: the losses of an update's micro-batches, and
-their gradients, add up to those of a single pass, however the update was cut.
+It is a pure function. The tokens' weights (`samples.py`) define the aggregation, so that the losses and gradients of an
+update's micro-batches add up to those of a single pass, however the update is cut.
 
 Shape suffixes: S sequences, N rows (positions that predict a sampled token).
 """
@@ -21,14 +21,14 @@ from bridge.learn.own_loss import LossTensors, OwnLoss
 from bridge.passes.packing import MicroBatch
 
 CLIPPED = ("clipped_low_share", "clipped_high_share")
-"""Metrics of the built-in losses beside `kl`: shares of the tokens that the clips left without a gradient or, if the
-weight is clipped, of those outside of its bounds."""
+"""Metrics of the built-in losses besides `kl`: the shares of tokens that clipping left without a gradient or, if the
+weight is clipped, whose weight is outside the bounds."""
 MAX_LOG_RATIO = 20.0
-"""Bound of a log ratio before it is exponentiated: beyond it the gradient is 0 instead of inf * 0, which is NaN."""
+"""Bound for log ratios before exponentiation: beyond it the gradient is 0 instead of inf * 0, which is NaN."""
 
 
 LOSS_PARTS = ("aggregation", "ratio_level", "advantage_scale", "clip_low", "clip_high", "clip_dual")
-"""Choices whose default is the loss's own."""
+"""Choices whose default depends on the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,29 +36,29 @@ class LossSpec:
     """The choices that distinguish policy losses."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
-    """Mean over all tokens, mean over completions of each one's mean over its tokens, or sum over a constant."""
+    """Mean over all tokens, mean over completions of each one's token mean, or sum divided by a constant."""
     advantage_scale: AdvantageScale
-    """Scope of the standard deviation by which advantages are divided; `leave_one_out`: none, with a baseline."""
+    """Scope of the standard deviation that divides advantages; `leave_one_out`: a different baseline, no division."""
     clip_low: float
     """The ratio's lower clip is 1 - clip_low."""
     clip_high: float
     """The ratio's upper clip is 1 + clip_high."""
     clip_dual: float = math.inf
-    """The ratio's upper clip where the advantage is negative."""
+    """The ratio's upper clip if the advantage is negative."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio and clipping per token, or per completion."""
     clipped: Literal["objective", "weight"] = "objective"
-    """`objective`: a ratio past its clip has no gradient, as in PPO. `weight`: the clipped ratio is a constant factor
-    of the gradient, so that every token keeps one, as in CISPO."""
+    """`objective`: a token whose ratio is past its clip has no gradient, as in PPO. `weight`: the clipped ratio is a
+    constant factor of the gradient, so that every token keeps its gradient, as in CISPO."""
     mask_truncated: bool = False
     top_entropy: float = 1.0
-    """Share of an update's tokens that keep their advantage: those with the highest entropy."""
+    """Share of an update's tokens that keep their advantage: the ones with the highest entropy."""
     kl_coef: float = 0.0
     kl_in_reward: bool = False
-    """Whether the KL divergence lowers advantages, instead of being a term of the loss."""
+    """Whether the KL divergence is subtracted from advantages instead of added to the loss."""
     correction: Correction = field(default_factory=Correction)
     own: OwnLoss | None = None
-    """The function of `--loss file.py:function`, in place of the clipped ratios."""
+    """The user's function (`--loss file.py:function`), which replaces the clipped ratios."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -66,9 +66,9 @@ class LossSpec:
         return ("kl", *(CLIPPED if self.own is None else self.own.metrics or ()))
 
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
-        """Return each row's sequence if each sequence has one importance weight; None: each token has its own.
+        """Return each row's sequence if importance weights are per sequence; None: they are per token.
 
-        Unless it was chosen: one, if the ratio is the sequence's and the weight is truncated; single tokens are masked.
+        By default they are per sequence if the ratio is and weights are truncated; masking is per token by default.
 
         Shapes: -> [N] int64.
         """
@@ -96,7 +96,7 @@ class LossSpec:
 
 
 LOSSES: Mapping[str, LossSpec] = {
-    # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; it names no clip: PPO's own, arXiv 1707.06347, section 6.1
+    # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; it gives no clip, so PPO's, arXiv 1707.06347, section 6.1
     "grpo": LossSpec(aggregation="sequence_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2),
     # Dr. GRPO, arXiv 2503.20783, section 3.2: divides neither by a length nor by a standard deviation
     "dr_grpo": LossSpec(aggregation="constant", advantage_scale="none", clip_low=0.2, clip_high=0.2),
@@ -106,20 +106,20 @@ LOSSES: Mapping[str, LossSpec] = {
     "gspo": LossSpec(
         aggregation="sequence_mean", advantage_scale="group", clip_low=3e-4, clip_high=4e-4, ratio_level="sequence"
     ),
-    # CISPO, in MiniMax-M1, arXiv 2506.13585, section 3.1: no lower clip; 5 above as in ScaleRL, 2510.13786
+    # CISPO, in MiniMax-M1, arXiv 2506.13585, section 3.1: no lower clip; upper clip 5 as in ScaleRL, 2510.13786
     "cispo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=1, clip_high=4, clipped="weight"),
-    # RLOO, arXiv 2402.14740: its gradient, over a constant; it has no clip, which later updates need: PPO's own
+    # RLOO, arXiv 2402.14740: its gradient over a constant; it has no clip, but later updates need one, so PPO's
     "rloo": LossSpec(aggregation="constant", advantage_scale="leave_one_out", clip_low=0.2, clip_high=0.2),
 }
-"""Name of a loss -> its paper's choices."""
+"""The choices of each loss's paper, by name."""
 
 
 Sums = Mapping[str, Tensor]
-"""Name of a metric -> its sum over some tokens and their number, float64. Sums of parts of an update add up."""
+"""For each metric by name, its sum over some tokens and their number, float64. Sums of an update's parts add up."""
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Return each metric's mean over the tokens, NaN if there are none. This waits for the device."""
+    """Return each metric's mean over the tokens; NaN if there are none. This waits for the device."""
     return {name: share(*pair.tolist()) for name, pair in sums.items()}
 
 
@@ -130,14 +130,14 @@ def policy_loss(
     spec: LossSpec,
     reference_logprobs_N: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """Return the micro-batch's part of the update's loss, and the sums of its metrics, those of `spec.metrics`.
+    """Return the micro-batch's part of the update's loss, and the sums of the metrics in `spec.metrics`.
 
-    `old_logprobs_N` are the trainer's before the first update of the batch. `reference_logprobs_N` are required if
-    `spec.kl_coef` is not 0. The importance weight multiplies a token's whole term, KL divergence included: both are
-    means over the trainer's policy, and a masked token is in neither. With `spec.kl_in_reward`, a token's advantage
-    loses the divergence of its sequence from that token on: what comes before it is not its doing. A token to which the
-    trainer gives the probability 0 has the weight 0: it is masked. A custom loss takes the place of the clipped ratios;
-    all else is the same.
+    `old_logprobs_N` are the trainer's from before the first update of the batch. `reference_logprobs_N` are required if
+    `spec.kl_coef` is not 0. The importance weight multiplies a token's full term, KL divergence included: both are
+    means over the trainer's policy, and a masked token counts in neither. With `spec.kl_in_reward`, the divergence of
+    the sequence from a token on is subtracted from that token's advantage; the token has no influence on what precedes
+    it. A token with probability 0 under the trainer gets weight 0, so it is masked. A custom loss replaces only the
+    clipped ratios.
 
     Shapes: [N] float32 x 2, [N] float32 -> [], [2] float64 of each metric.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO, for
@@ -149,7 +149,7 @@ def policy_loss(
     assert (spec.kl_coef > 0) == (reference_logprobs_N is not None), spec.kl_coef
     sequences_N = spec.weighted_sequences(batch)
     weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
-    impossible_N = old_logprobs_N == -math.inf  # times a weight of 0, a term that is not finite would be NaN
+    impossible_N = old_logprobs_N == -math.inf  # a term that is not finite would be NaN even with weight 0
     logprobs_N, old_logprobs_N = (logprobs.masked_fill(impossible_N, 0.0) for logprobs in (logprobs_N, old_logprobs_N))
     kl_N = torch.zeros_like(logprobs_N)
     advantages_N = batch.advantages_N
@@ -178,19 +178,19 @@ def policy_loss(
         )  # fmt: skip
         measured |= own_metrics
     sums = {name: _pair(total, count, like=kl_N) for name, (total, count) in measured.items()}
-    if own_terms.dim() == 0 and spec.own is not None:  # it applied the weights itself
+    if own_terms.dim() == 0 and spec.own is not None:  # the function applied the weights itself
         return own_terms + (kl_coef * kl_N * weights_N).sum(), sums
     return ((kl_coef * kl_N + own_terms) * weights_N).sum(), sums
 
 
 def _pair(total: Tensor, count: Any, *, like: Tensor) -> Tensor:
-    """Return the sum and the number of tokens in one tensor, without waiting for the device."""
+    """Return a sum and its number of tokens as one tensor, without waiting for the device."""
     number = count.double().sum() if isinstance(count, Tensor) else like.new_full((), count, dtype=torch.float64)
     return torch.stack([total.sum(dtype=torch.float64), number.detach()])
 
 
 def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> Tensor:
-    """Return what each token adds to the objective."""
+    """Return each token's term of the objective."""
     limits_N = torch.full_like(ratios_N, math.inf).masked_fill(advantages_N < 0, spec.clip_dual)
     ratios_N = ratios_N.clamp(max=limits_N)
     clipped_N = ratios_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
@@ -200,7 +200,7 @@ def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: Los
 
 
 def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """Return which tokens are clipped low, and which high."""
+    """Return which tokens are clipped from below, and which from above."""
     low_N = ratios_N < 1 - spec.clip_low
     high_N = ratios_N > 1 + spec.clip_high
     if spec.clipped == "weight":
@@ -211,14 +211,14 @@ def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Te
 
 
 def _from_here_on(values_N: Tensor, batch: MicroBatch) -> Tensor:
-    """Return for each token the sum of values from it to the end of its sequence, whose rows are contiguous."""
+    """Return for each token the sum of values from it to the end of its sequence; a sequence's rows are contiguous."""
     exact_N = values_N.double()
     ends_S = exact_N.new_zeros(batch.num_sequences).index_add(0, batch.sequences_N, exact_N).cumsum(0)
     return (ends_S[batch.sequences_N] - exact_N.cumsum(0) + exact_N).to(values_N.dtype)
 
 
 def least_entropy(entropies_N: Tensor, least_share: float) -> Tensor:
-    """Return the entropy from which on tokens are at least this share of all: the most uncertain ones.
+    """Return the threshold that at least this share of entropies reach, to select the most uncertain tokens.
 
     Shapes: [N] -> [].
     Source: "Beyond the 80/20 Rule" (arXiv 2506.01939), section 5, whose share is 0.2. The other tokens count in every
@@ -228,20 +228,20 @@ def least_entropy(entropies_N: Tensor, least_share: float) -> Tensor:
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """Return each token's estimate of the KL divergence from the reference, which is never negative.
+    """Return each token's estimate of the KL divergence from the reference; it is never negative.
 
     Shapes: [N], [N] -> [N].
     Source: DeepSeekMath (arXiv 2402.03300), equation 4.
     """
     log_ratios_N = (reference_logprobs_N - logprobs_N).clamp(max=MAX_LOG_RATIO)
-    return log_ratios_N.expm1() - log_ratios_N  # exp(x) - 1 - x would cancel: negative where x is small
+    return log_ratios_N.expm1() - log_ratios_N  # exp(x) - 1 - x would cancel, and be negative for small x
 
 
 def _log_ratios(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, spec: LossSpec) -> Tensor:
-    """Return each token's log ratio: its own, or the mean of its completion with a gradient of its own.
+    """Return each token's log ratio, or its completion's mean log ratio with the token's gradient (GSPO-token).
 
-    If all tokens of a completion share one advantage and weight, that gradient is the mean's. If not, each token's
-    advantage reaches only that token, and a masked one gets no gradient through the others.
+    If all tokens of a completion have the same advantage and weight, their gradients add up to the mean's. Otherwise
+    each token's advantage reaches only that token, and a masked token gets no gradient through the others.
 
     Source: GSPO (arXiv 2507.18071), equations 7 and, for the gradient, 14 (GSPO-token).
     """

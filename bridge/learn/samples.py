@@ -1,9 +1,9 @@
 """Turn groups into training samples: advantages, and each completion's share of the loss.
 
-A completion that is left out because its advantages are zero still counts in every mean: a batch with few useful groups
-takes a smaller step, not a steeper one. A truncated completion that is masked counts as a completion, but its tokens do
-not count, as in TRL. A token that was not sampled counts nowhere. Several sequences of one completion, an agent's run,
-share its advantage, and count as one completion.
+A completion that is left out because its advantages are zero still counts in every mean, so that a batch with few
+useful groups takes a smaller step. A masked truncated completion counts as a completion, but its tokens do not count,
+as in TRL. Tokens that were not sampled never count. If a completion has several sequences (an agent's run), they share
+its advantage, and count as one completion.
 
 
 
@@ -21,23 +21,24 @@ from bridge.passes.packing import Sample, of_sampled
 from bridge.types import Completion, Group
 
 STD_EPSILON = 1e-6
-"""Added to a standard deviation: rewards that differ only by rounding get almost no advantage."""
+"""Added to standard deviations, so that rewards that differ only by rounding give almost no advantage."""
 TRUNCATED = ("length", "abort")
 """Finish reasons of a truncated completion."""
 
 
 def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Group]:
-    """Return the groups with advantages: reward - mean of the group, over the standard deviation of `scale`.
+    """Return the groups with advantages: (reward - mean of the group) / standard deviation, in the scope of `scale`.
 
-    `leave_one_out` divides by 1 - 1 / N instead, N completions being in the group: the same as the reward - the mean of
-    the others.
+    `leave_one_out` divides by 1 - 1 / N instead, for N completions in the group. That equals the reward minus the mean
+    of the other completions' rewards.
 
-    With rewards per turn, a turn's return is the sum of the rewards from it on. It takes the reward's place, and the
-    same turns of the group's other completions that of the others. Each token has its turn's advantage.
+    With rewards per turn, a turn's return, the sum of the rewards from that turn on, replaces the reward. It is
+    compared with the returns of the same turn in the group's other completions. Each token has its turn's advantage.
 
-    They are exactly zero if all rewards of a group are equal, or the group says so. Given advantages are kept. Standard
-    deviations are the population's, so that the mean square of a group's advantages is one; the batch's is over the
-    rewards of all groups without given advantages. Pass the whole batch, before it is cut into mini-batches.
+    Advantages are exactly zero if all rewards of a group are equal, or if the group is marked as having no signal.
+    Advantages that a group already has are kept. Standard deviations are of the population, so that the mean square of
+    a group's advantages is one; the batch's covers the rewards of all groups that had no advantages. Pass the full
+    batch, before it is cut into mini-batches.
 
     Source: group: DeepSeekMath (arXiv 2402.03300), section 4.1.2; batch: "Tricks or Traps?" (arXiv 2508.08221);
         none: Dr. GRPO (arXiv 2503.20783), section 3.2; leave_one_out: RLOO (arXiv 2402.14740), after Kool et al. 2019.
@@ -56,7 +57,7 @@ def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Grou
                     "group": _divisor(rewards),
                     "batch": of_batch,
                     "none": 1.0,
-                    "leave_one_out": 1 - 1 / max(len(compared_rewards), 2),  # alone in its group: no advantage
+                    "leave_one_out": 1 - 1 / max(len(compared_rewards), 2),  # a single completion has no advantage
                 }[scale]
                 by_turn.append([value / divisor for value in _centered(compared_rewards)])
             advantages = _of_tokens(group, by_turn) if group.turn_rewards else tuple((value,) for value in by_turn[0])
@@ -68,17 +69,17 @@ def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Grou
 
 
 def has_signal(group: Group) -> bool:
-    """Whether any completion of a group has an advantage, whatever the scale."""
+    """Whether any completion of a group has a nonzero advantage, whatever the scale."""
     return any(any(advantages) for filled in with_advantages([group], "none") for advantages in filled.advantages or ())
 
 
 def mini_batches(
     groups: Sequence[Group], spec: LossSpec, *, num_updates: int, max_new_tokens: int
 ) -> list[tuple[list[Sample], list[Sample]]]:
-    """Split a batch into updates that differ by at most one group; into fewer if there are fewer groups.
+    """Split a batch into updates whose sizes differ by at most one group; there are at most as many as groups.
 
-    Return for each update the samples to train on, and those without a gradient whose tokens `spec.top_entropy` ranks
-    with the others. An update without any gradient is left out.
+    Return for each update the samples to train on, and the samples without a gradient whose tokens are only ranked for
+    `spec.top_entropy`. Updates without any gradient are left out.
     """
     groups = with_advantages(groups, spec.advantage_scale)
     num_updates = max(1, min(num_updates, len(groups)))
@@ -96,8 +97,8 @@ def mini_batches(
 def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
     """Return the samples of one update, in the order of `groups`: the completions that have a gradient.
 
-    Those without a sampled token have none, nor truncated ones if `spec` masks them, nor, without a KL divergence or a
-    custom loss, those whose advantages are all zero.
+    A completion has no gradient if it has no sampled token, if it is truncated and `spec` masks it, or if its
+    advantages are all zero and there is neither a KL divergence nor a custom loss.
 
     Source: token mean: DAPO (arXiv 2503.14476), equation 8, over the update instead of the group; sequence mean:
         DeepSeekMath (arXiv 2402.03300), equation 3; constant: the code of Dr. GRPO (arXiv 2503.20783), section 3.2.
@@ -110,7 +111,7 @@ def has_gradient(sample: Sample, spec: LossSpec) -> bool:
 
 
 def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
-    """Return the samples of one update as `samples` does, including those whose advantages are all zero."""
+    """Return the samples of one update like `samples`, including those whose advantages are all zero."""
     kept = [
         (group, completion, advantages)
         for group in with_advantages(groups, spec.advantage_scale)
@@ -138,7 +139,7 @@ def _sample(group: Group, completion: Completion, advantages: tuple[float, ...],
     tokens = completion.token_ids
     sampled = completion.sampled
     assert len(tokens) == len(completion.logprobs), (tokens, completion.logprobs)
-    first = 0 if sampled is None else sampled.index(True)  # what comes before it is read like a prompt
+    first = 0 if sampled is None else sampled.index(True)  # tokens before it are treated like the prompt
     return Sample(
         prompt_token_ids=group.prompt_token_ids + tokens[:first],
         images=group.images,
@@ -153,14 +154,14 @@ def _sample(group: Group, completion: Completion, advantages: tuple[float, ...],
 
 
 def _centered(rewards: Sequence[float]) -> list[float]:
-    if not rewards or max(rewards) == min(rewards):  # their mean may differ from them by a rounding
+    if not rewards or max(rewards) == min(rewards):  # their mean may differ from them by rounding
         return [0.0] * len(rewards)
     middle = mean(rewards)
     return [reward - middle for reward in rewards]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of at least one value; their sum may be larger than any float."""
+    """Return the mean of at least one value, even if their sum overflows."""
     try:
         return math.fsum(values) / len(values)
     except OverflowError:
@@ -173,7 +174,7 @@ def _divisor(compared: Iterable[Sequence[float]]) -> float:
 
 
 def _compared(group: Group) -> list[list[float]]:
-    """Return the rewards of a group; with rewards per turn, the returns of its first turns, its second turns, ..."""
+    """Return the lists of values to compare: a group's rewards or, with rewards per turn, the returns of each turn."""
     if not group.turn_rewards:
         return [list(group.rewards)]
     num_turns = max(map(len, group.turn_rewards))
@@ -184,7 +185,7 @@ def _compared(group: Group) -> list[list[float]]:
 
 
 def _of_tokens(group: Group, by_turn: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """Return an advantage per token, from those of the turns in the order of `_compared`."""
+    """Return an advantage per token, given the advantages of the lists of `_compared`."""
     turns = [iter(advantages) for advantages in by_turn]
     each_own = [[next(turns[turn]) for turn in range(len(rewards))] for rewards in group.turn_rewards]
     return tuple(
@@ -196,14 +197,14 @@ def _of_tokens(group: Group, by_turn: Sequence[Sequence[float]]) -> tuple[tuple[
 def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int) -> None:
     faults = []
     if len(advantages) != len(group.completions):
-        faults = [f"they are for {len(advantages)} completions, and the group has {len(group.completions)}"]
+        faults = [f"they are for {len(advantages)} completions, but the group has {len(group.completions)}"]
     for index, (completion, given) in enumerate(zip(group.completions, advantages, strict=False), start=1):
         length = len(completion.token_ids)
         if len(given) not in (1, length):
-            faults.append(f"completion {index} has {length} tokens and {len(given)} advantages")
+            faults.append(f"completion {index} has {length} tokens but {len(given)} advantages")
         faults += [f"one of completion {index} is {value}" for value in given if not math.isfinite(value)]
     if faults:
         raise UsageError(
             f"the advantages of group {number} (prompt {str(group.problem['prompt'])[:80]!r}) are invalid: {faults[0]}",
-            hint="give each completion one finite advantage, or one for each of its tokens",
+            hint="give each completion one finite advantage, or one per token",
         )

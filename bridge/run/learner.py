@@ -1,15 +1,16 @@
-"""Train on batches of rollouts: compute all that can be computed before a weight changes, then take the updates.
+"""Train on batches of rollouts: compute everything possible before a weight changes, then take the updates.
 
     take       turn the groups into samples, and cut them into mini-batches
     prepare    run forward and backward passes up to the first change of a weight
-    write      take the update, and if a batch has several, run the remaining passes and take their updates
+    write      take the update; if a batch has several, also run the remaining passes and take their updates
     learnt     return the metrics of the step
 
-With one update per batch, `write` only takes the optimizer step. With gradient release each parameter is updated in the
-middle of the backward pass, which is then part of `write`.
+With one update per batch, `write` only takes the optimizer step. With gradient release each parameter is updated during
+the backward pass, which is then part of `write`.
 
-Several replicas split each mini-batch. Its weights are those of the whole, so that losses, gradients and metrics add up
-over the replicas. The ranks of one pass compute the same samples, each with its weights or its slice of the tokens.
+Several replicas split each mini-batch. Sample weights refer to the full mini-batch, so that losses, gradients and
+metrics add up over the replicas. Ranks that share a pass compute the same samples, each with its part of the weights or
+its slice of the tokens.
 
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Learner:
-    """The algorithm of a run: which updates a batch becomes, and what is measured of them."""
+    """The algorithm of a run: how a batch becomes updates, and the metrics of these updates."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Learner:
         spec: LossSpec,
         schedule: Callable[[int], float],
     ) -> None:
-        """`schedule` returns the factor of the learning rate, given the number of planned updates before."""
+        """Store the parts; `schedule` maps the number of planned updates so far to a factor of the learning rate."""
         self.trainable = trainable
         self.optimizer = trainable.optimizer
         self._choices = trainable.choices
@@ -54,38 +55,38 @@ class Learner:
         self._schedule = schedule
         self.spec = spec
         self._thresholds = list[Tensor]()
-        """For each update, the least entropy of the tokens that are trained on; empty: all are."""
+        """For each update, the lowest entropy of tokens that are trained on; empty: all tokens are."""
         self._refusal: UsageError | None = None
-        """Why no batch can follow: an update can never fit, or the user's loss failed. The weights are whole."""
+        """Why training cannot continue: an update can never fit, or the user's loss failed. Weights are consistent."""
         self._start(Batch())
 
     def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
-        """Start the step of this number with this batch; UsageError: given advantages are invalid."""
+        """Start step number `step` with this batch. UsageError: a group's given advantages are invalid."""
         longest = self.trainable.sampling.longest
         self._start(Batch.of(groups, self.spec, self._ranks, self._choices, longest=longest, step=step))
 
     def wants_sleep(self) -> bool | None:
-        """Whether the batch needs the memory of a sleeping KV cache; None: it is empty."""
+        """Return whether the batch needs the memory of a sleeping KV cache; None: the batch is empty."""
         if not self._batch.mini_batches:
             return None
         largest = max(self._batch.mini_batches, key=lambda samples: sum(sample.num_tokens for sample in samples))
         return any(self._ranks.run_and_gather(lambda: bool(largest) and self._budget.is_short(largest)))
 
     def check_usable(self, cause: type[UsageError] = UsageError) -> None:
-        """Raise the error that ends training: an update that can never fit, or a loss that failed, if a `cause`."""
+        """Raise the error that ends training, if it is a `cause`: an update cannot fit, or the user's loss failed."""
         if isinstance(self._refusal, cause):
             raise self._refusal
 
     def prepare(self) -> None:
-        """Compute, once, what comes before the first change of a weight; an interrupt leaves no partial state.
+        """Compute everything that precedes the first change of a weight, once; an interrupt leaves no partial state.
 
-        UsageError: it does not fit in memory, or an update of the batch before did not.
+        UsageError: it does not fit into memory, or an update of the previous batch did not.
         """
         self.check_usable()
         if self._computed.is_prepared:
             return
         try:
-            with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
+            with deferred_interrupt():  # an interrupted exchange would leave the other ranks waiting
                 self._thresholds = self._least_entropies() if self.spec.top_entropy < 1 else []
                 self._ranks.run_on_all(lambda: self._within_memory(self._prepare))
                 if self._computed.passes and not self._choices.steps_in_backward:
@@ -96,10 +97,10 @@ class Learner:
         self._computed.is_prepared = True
 
     def write(self) -> None:
-        """Take every update of the batch.
+        """Take all updates of the batch.
 
-        An update whose gradient is not finite is skipped, and ends the batch. So does one after the first that runs out
-        of memory or in which the user's loss fails: weights and state are then those of the update before it.
+        An update whose gradient is not finite is skipped, and ends the batch. A later update that runs out of memory,
+        or in which the user's loss fails, ends the batch, too; weights and state are then those of the update before.
         UsageError: memory ran out in the middle of an update with gradient release.
         """
         updates = self._computed.passes
@@ -107,11 +108,11 @@ class Learner:
             self.optimizer.scale_rates(self._schedule(self._batch.num_before + number))
             if not self._update(updates[number % len(updates)], first=number == 0):
                 break
-        self.optimizer.zero_grad()  # a KV cache that slept needs their memory
+        self.optimizer.zero_grad()  # their memory belongs to the KV cache if it slept
         self._computed.is_written = True
 
     def forget(self) -> None:
-        """Free what was computed for the batch; its metrics are kept once it is written."""
+        """Free everything computed for the batch, except the metrics of a batch that was written."""
         self.optimizer.zero_grad()
         if not self._computed.is_written:
             self._start(self._batch)
@@ -126,7 +127,7 @@ class Learner:
         self._computed = Computed.nothing(self.trainable.device, len(self.spec.metrics))
 
     def _least_entropies(self) -> list[Tensor]:
-        """Return, for each update, the entropy from which on its tokens are trained on, of all ranks' tokens."""
+        """Return, for each update, the lowest entropy at which tokens are trained on, over all ranks' tokens."""
 
         def own() -> list[Tensor]:
             others = self._within_memory(self._other_entropies)
@@ -135,7 +136,7 @@ class Learner:
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
-        of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))  # whose ranks have the same tokens
+        of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))  # ranks of a share have the same tokens
         whole = (torch.cat(of_update) for of_update in zip(*of_shares, strict=True))
         return [least_entropy(whole_N, self.spec.top_entropy).to(self.trainable.device) for whole_N in whole]
 
@@ -157,9 +158,9 @@ class Learner:
         if not self._computed.passes:
             self._look_ahead()
         if self._budget.sums_in_float32:
-            self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
+            self.optimizer.expect(torch.float32)  # compile it now, not between two writes
         updates = self._computed.passes
-        for least, passes in zip(self._thresholds, updates, strict=False):  # no thresholds: all are trained on
+        for least, passes in zip(self._thresholds, updates, strict=False):  # no thresholds: all tokens count
             for model_pass in passes:
                 advantages_N = model_pass.batch.advantages_N * (model_pass.entropies >= least)
                 model_pass.batch = replace(model_pass.batch, advantages_N=advantages_N)
@@ -167,7 +168,7 @@ class Learner:
             self._differentiate(updates[0])
 
     def _look_ahead(self) -> None:
-        """Cut the batch into passes, and compute what updates need from before the first one."""
+        """Cut the batch into passes, and compute the log-probs from before the first update that updates need."""
         for samples in self._batch.mini_batches:
             packed = self._budget.packs(samples, samples)
             if len(packed) > 1 and self._choices.steps_in_backward:
@@ -177,15 +178,15 @@ class Learner:
         chooses = self.spec.top_entropy < 1
         first = 0 if chooses else 1  # the ratios of the first update are 1
         for model_pass in chain.from_iterable(self._computed.passes[first:]):
-            # With gradients enabled, as in training: without, compiled layers are another graph, which rounds
-            # differently. In bf16 the two differ by 0.01 nats a token, and GSPO clips at 0.0003.
+            # Enable gradients, as in training: without them, compiled layers use a different graph, which rounds
+            # differently. In bf16 the two differ by 0.01 nats per token, while GSPO clips at 0.0003.
             with torch.enable_grad():
                 logprobs_N, entropies_N = self.trainable.logprobs(model_pass.batch)
             self._remember(model_pass, logprobs_N.detach(), entropies_N)
             model_pass.entropies_N = entropies_N if chooses else None
 
     def _update(self, passes: Sequence[Pass], *, first: bool) -> bool:
-        """Take one update; return whether it was taken."""
+        """Take one update, and return whether it was taken."""
         if self._choices.steps_in_backward:
             self._update_in_backward(passes)
         elif not first and not self._fits(passes):
@@ -197,13 +198,13 @@ class Learner:
         return True
 
     def _fits(self, passes: Sequence[Pass]) -> bool:
-        """Compute the gradients of an update after the first; return whether every rank could."""
+        """Compute the gradients of a later update, and return whether all ranks could."""
         fits = False
         try:
             with self._ranks.in_pass():
                 self._differentiate(passes)
             fits = True
-        except RewardError as error:  # not raised here: no weight is half written
+        except RewardError as error:  # raised later, since no weight is half-written
             self._refusal = error
         except torch.OutOfMemoryError as error:
             try:
@@ -220,11 +221,11 @@ class Learner:
         self.trainable.add_gradients(passes, self._loss, widens=len(passes) > 1)
 
     def _update_in_backward(self, passes: Sequence[Pass]) -> None:
-        """Take an update in its one backward pass; an own loss that fails skips it, and ends training."""
+        """Take an update during its backward pass; if the user's loss fails, skip the update and end training."""
 
         def losses() -> list[Tensor] | None:
             try:
-                return [self._loss(model_pass) for model_pass in passes]  # none if the update is other ranks'
+                return [self._loss(model_pass) for model_pass in passes]  # empty if only other ranks have samples
             except RewardError as error:
                 self._refusal = error
                 return None
@@ -237,11 +238,11 @@ class Learner:
         self._computed.losses.append(torch.zeros((), dtype=torch.float64, device=self.trainable.device))
 
     def _exchange(self) -> None:
-        """Add up the gradients of several ranks, and compute their norm."""
+        """Sum the gradients over all ranks, and compute their norm."""
         self._computed.norms.append(self.trainable.exchange())
 
     def _loss(self, model_pass: Pass) -> Tensor:
-        """Return the loss of one pass, and add it to that of its update."""
+        """Return the loss of one pass, and add it to the loss of its update."""
         logprobs_N, entropies_N = self.trainable.logprobs(model_pass.batch)
         if model_pass.old_logprobs_N is None:
             self._remember(model_pass, logprobs_N.detach(), entropies_N)
@@ -266,7 +267,7 @@ class Learner:
 
 
 def log_uncorrected(loss: LossConfig, *, max_staleness: int, restart_interval: int) -> None:
-    """Log that completions of older weights are trained on as if the newest had sampled them, if that was chosen."""
+    """Log it if the configuration trains on stale completions without importance-sampling correction."""
     causes = []
     if max_staleness:
         causes.append(f"--max-staleness {max_staleness}")

@@ -1,7 +1,7 @@
 """Reporters receive the progress of a run; trackers draw its curves in TensorBoard and Weights & Biases.
 
-Both trackers are foreign code, imported when a run begins. One that fails during a run is reported once and dropped: no
-run ends because of a curve.
+Both trackers are third-party code, imported when a run begins. One that fails during a run is reported once and
+dropped, since curves are no reason to end a run.
 
 Not covered: showing a run to a person (`bridge_cli`).
 """
@@ -29,30 +29,30 @@ from bridge.types import Group
 logger = logging.getLogger(__name__)
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
-"""Package, which is the flag's name too -> name used in messages."""
+"""Names of trackers in messages, by package; the flag has the package's name."""
 LONGEST_TEXT = 8000
-"""Characters of a prompt or a completion that are shown."""
+"""Longest prompt or completion that is shown, in characters; longer ones are truncated."""
 Phase = Literal["rollouts", "train", "fence", "evaluation", "save"]
 
 
 class Reporter:
-    """Base class: ignores the progress of a run. The trainer waits for every call, so none may take long."""
+    """Base class that ignores all progress of a run. The trainer waits for every call, so all must be quick."""
 
     def phase(self, name: Phase) -> None:
-        """A phase begins."""
+        """Called when a phase begins."""
 
     def progress(self, done: int, total: int) -> None:
-        """`done` of `total` groups of this phase have been scored."""
+        """Called when `done` of `total` groups of this phase have been scored."""
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """A step was published; it was trained on `groups`."""
+        """Called when a step was published; it was trained on `groups`."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """The held-out problems were evaluated."""
+        """Called when the held-out problems were evaluated."""
 
 
 class Reporters(Reporter):
-    """Passes everything to several reporters, in order."""
+    """Passes every call on to several reporters, in order."""
 
     def __init__(self, *reporters: Reporter) -> None:
         self._reporters = reporters
@@ -75,7 +75,7 @@ class Reporters(Reporter):
 
 
 def sample(groups: Sequence[Group]) -> Group | None:
-    """Return the group whose first completion stands for a step: one with rewards, neither the best nor the worst."""
+    """Return the group whose first completion represents a step: one with rewards, neither the best nor the worst."""
     return next((group for group in groups if group.completions), None)
 
 
@@ -88,20 +88,20 @@ def prompt_text(group: Group) -> str:
 
 
 class Tracker(Protocol):
-    """Draws curves."""
+    """A service that draws curves."""
 
     def log(self, step: int, values: Mapping[str, float], text: str | None = None) -> None:
-        """Draw the next point of each curve, and show a text."""
+        """Draw the next point of each curve, and show `text`, if any."""
 
     def close(self, *, failed: bool) -> None:
-        """Finish writing; `failed`: the run ended with an error."""
+        """Finish writing; `failed` tells whether the run ended with an error."""
 
 
 class TensorBoard:
-    """Writes a folder that `tensorboard --logdir` reads."""
+    """Writes files that `tensorboard --logdir` reads."""
 
     def __init__(self, run: RunDirectory, choices: Mapping[str, Any], first_step: int) -> None:
-        """Write into `run`; curves of an earlier process end before `first_step`."""
+        """Write into the run directory; curves of an earlier process are cut before `first_step`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.tensorboard), purge_step=first_step, flush_secs=10)
@@ -118,13 +118,13 @@ class TensorBoard:
 
 
 class Wandb:
-    """Sends to Weights & Biases, or writes for it, as its own variables say: WANDB_MODE, WANDB_PROJECT and others.
+    """Sends to Weights & Biases or writes files for it, depending on WANDB_MODE, WANDB_PROJECT and its other variables.
 
-    A point that is sent again after a run resumed from an earlier step is kept beside the first one.
+    If a run resumes from an earlier step, repeated points are kept in addition to the first ones.
     """
 
     def __init__(self, run: RunDirectory, choices: Mapping[str, Any]) -> None:
-        """Begin a run there, or resume the one that `run` knows."""
+        """Begin a Weights & Biases run, or resume the one whose id is in the run directory."""
         wandb: Any = import_module("wandb")
         if not run.wandb_id.exists():
             new = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -137,7 +137,7 @@ class Wandb:
             id=run.wandb_id.read_text().strip(),
             resume="allow",
             config=choices,
-            settings=wandb.Settings(console="off"),  # the terminal is ours
+            settings=wandb.Settings(console="off"),  # Bridge owns the terminal
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -153,9 +153,9 @@ class Trackers(AbstractContextManager["Trackers"], Reporter):
     """All trackers of one run."""
 
     def __init__(self, open_all: Callable[[], Mapping[str, Tracker]], *, shows_texts: bool) -> None:
-        """Use the trackers that `open_all` returns, by name; one that fails is logged.
+        """Use the trackers that `open_all` returns, by name; a tracker that fails is logged.
 
-        `open_all` is called when the run has begun: a refused run leaves no trace.
+        `open_all` is called only when the run has begun, so that a refused run leaves no trace.
         """
         self._open_all = open_all
         self._shows_texts = shows_texts
@@ -172,10 +172,10 @@ class Trackers(AbstractContextManager["Trackers"], Reporter):
         """Open the trackers, once.
 
         Raises:
-            UsageError: one that was requested cannot be used.
+            UsageError: a requested tracker cannot be used.
         """
         if self._trackers is None:
-            self._trackers = {}  # once, even if it fails
+            self._trackers = {}  # opened once, even if it fails
             self._trackers |= self._open_all()
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
@@ -194,15 +194,15 @@ class Trackers(AbstractContextManager["Trackers"], Reporter):
             except Exception as error:  # noqa: BLE001 - foreign code, on which nothing depends
                 del trackers[name]
                 logger.warning(
-                    f"{name} failed, and is not used any more in this run: {type(error).__name__}{reason_of(error)}"
+                    f"{name} failed, and is no longer used in this run: {type(error).__name__}{reason_of(error)}"
                 )
 
 
 def check_trackers(tracking: TrackingConfig) -> None:
-    """Check that the requested packages are installed, before anything is started.
+    """Check that the requested trackers are installed, before anything is started.
 
     Raises:
-        UsageError: one is not.
+        UsageError: a package is not installed.
     """
     for package, name in TRACKERS.items():
         if getattr(tracking, package) and not is_installed(package):
@@ -215,13 +215,13 @@ def check_trackers(tracking: TrackingConfig) -> None:
 def trackers_of(
     tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, *, first_step: int
 ) -> Trackers:
-    """Return the trackers of `run`, whose next step is `first_step`. Only rank 0 opens any, with `choices`."""
+    """Return the trackers of `run`, whose next step is `first_step`. Only rank 0 opens them, with `choices`."""
     shown = redaction.redacted(choices)
     return Trackers(lambda: _open_all(tracking, shown, run, first_step), shows_texts=tracking.save_rollouts)
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be imported; a folder of its name, a namespace package to Python, does not count."""
+    """Return whether a package is installed; a mere folder of that name (a namespace package) does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -229,7 +229,7 @@ def is_installed(package: str) -> bool:
 def _open_all(
     tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, first_step: int
 ) -> dict[str, Tracker]:
-    """Open the requested trackers, and TensorBoard if it is installed; one that nobody requested may fail."""
+    """Open the requested trackers, and TensorBoard if it is installed; only requested trackers must not fail."""
     wanted: dict[str, Callable[[], Tracker]] = {}
     if is_installed("tensorboard") if tracking.tensorboard is None else tracking.tensorboard:
         wanted["tensorboard"] = lambda: TensorBoard(run, choices, first_step)
@@ -243,7 +243,7 @@ def _open_all(
             line = f"{TRACKERS[package]} cannot be used: {type(error).__name__}{reason_of(error)}"
             if getattr(tracking, package):
                 for tracker in opened.values():
-                    with suppress(Exception):  # foreign code too
+                    with suppress(Exception):  # third-party code may raise anything
                         tracker.close(failed=True)
                 raise UsageError(line, hint=f"fix that, or leave --{package} out") from error
             logger.warning(line)
@@ -261,5 +261,5 @@ def _sample_text(groups: Sequence[Group]) -> str | None:
 
 
 def _indented(text: str) -> str:
-    """Return `text` as a Markdown code block: nothing in it is interpreted."""
+    """Return `text` as a Markdown code block, in which nothing is interpreted."""
     return "".join(f"    {line}\n" for line in text.splitlines())

@@ -1,7 +1,7 @@
-"""What a resumed run may change: its place in the data has to mean the same, and everything else is reported.
+"""What a resumed run may change: its position in the data must stay valid, and all other changes are reported.
 
-A checkpoint counts the problems that its weights were trained on. With other problems, or with another seed for their
-order, the same number stands for other ones: some would come twice in an epoch, and others never.
+A checkpoint stores the number of problems that its weights were trained on. With different problems, or a different
+seed for their order, this number would refer to different problems: some would come twice in an epoch, others never.
 """
 
 import hashlib
@@ -23,22 +23,22 @@ from bridge.optimizers import factory
 from bridge.types import Environment, Problem
 
 MOST_COMPARED = 20_000
-"""Problems of a list that are compared, evenly spaced, beside its length."""
+"""Most problems of a list that are compared, evenly spaced; its length is compared, too."""
 NUM_FIRST = 64
-"""Problems that are compared where there may be no last one."""
+"""Number of problems that are compared if the problems may be endless."""
 MAY_DIFFER = {
     "resume", "run_dir", "save_path", "training_steps", "restarts", "rendezvous", "vllm_config_path", "vllm_port",
     "vllm_host", "server_url", "servers",
 }  # fmt: skip
-"""Choices that say how far a run goes, and where: not reported."""
+"""Choices about how long and where a run trains, whose changes are not reported."""
 ENDING = ("linear", "cosine")
-"""Schedules of the learning rate that depend on the number of steps."""
+"""Learning rate schedules that depend on the number of steps."""
 
 
 def digest(environment: Environment) -> str:
-    """Return what identifies an environment's problems in their order: the length of a list, and a sum of prompts.
+    """Return a string that identifies an environment's problems and their order: their number, and a hash of prompts.
 
-    System messages do not count: a run may go on with another one.
+    System messages are left out: a resumed run may change them.
     """
     problems = iter(environment)
     length = length_hint(problems)
@@ -59,12 +59,13 @@ def _text(problem: Problem) -> str:
 
 
 def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment | None) -> list[str]:
-    """Return what has changed since the checkpoint, a line each.
+    """Return the changes since the checkpoint, one line each.
 
-    `config` is what the user chose for the resumed run, and `environment` its problems, if it samples its own.
+    `config` is what the user chose for the resumed run; `environment` has its problems, unless rollouts come from
+    elsewhere.
 
     Raises:
-        UsageError: the place in the data means nothing with these choices.
+        UsageError: the position in the data is not valid with these choices.
     """
     progress = source.progress
     before = _choices(RunDirectory(progress.run_dir))
@@ -74,7 +75,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
     if environment is not None and seed is not None and seed != config.seed:
         raise UsageError(
             f"--seed {config.seed}: {source.folder} was trained on {progress.problems_drawn:,} problems in the order of"
-            f" --seed {seed}, and in another order these are others",
+            f" --seed {seed}; with a different seed, they would be different problems",
             hint=f"--seed {seed}, or {_start_anew(source, config.mode)}",
         )
     lines = [*_changed(before, now, differing - MAY_DIFFER, progress.step)]
@@ -98,19 +99,19 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
         counts = f" ({old} then, {new} now)" if old != new else ""
         raise UsageError(
             f"these are not the problems that {source.folder} was trained on{counts}: the first"
-            f" {progress.problems_drawn:,} of them would be passed over, and those of the run could come again",
+            f" {progress.problems_drawn:,} of them would be skipped, and problems of the old run could repeat",
             hint=f"give the same {flag('data' if config.task.data else 'environment')}, or"
             f" {_start_anew(source, config.mode)}",
         )
     lines.append(
-        f"the environment's first problems are not those of the run: {progress.problems_drawn:,} of them are passed"
-        " over all the same; let __iter__ yield the same problems each time"
+        f"the environment's first problems differ from those of the run, but {progress.problems_drawn:,} of them are"
+        " skipped anyway; let __iter__ yield the same problems each time"
     )
     return lines
 
 
 def _start_anew(source: SavedCheckpoint, mode: str) -> str:
-    """Return how to train the checkpoint's weights in a new run."""
+    """Return a hint about how to start a new run from the checkpoint's weights."""
     if mode == "lora_only":
         exported = f"bridge export {shlex.quote(str(source.folder))} FOLDER"
         return f"start a new run from its weights: {exported}, then --model FOLDER without --resume"
@@ -118,7 +119,7 @@ def _start_anew(source: SavedCheckpoint, mode: str) -> str:
 
 
 def _choices(run: RunDirectory) -> Mapping[str, Any]:
-    """Return what the user chose for the run, by key; nothing if its directory is gone."""
+    """Return the run's configuration as the user chose it, by key; empty if its directory was removed."""
     try:
         return run.choices(derived=False)
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""The checkpoints of one run: saved step by step, by all ranks together, and loaded when it resumes.
+"""The checkpoints of one run: all ranks save them together, and load one when the run resumes.
 
-Not covered: what makes a folder a whole checkpoint, and the optimizer's state (`bridge/checkpoints`).
+Not covered: what makes a folder a complete checkpoint, and the optimizer's state (`bridge/checkpoints`).
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The trained weights in memory, and the checkpoints of one run: its own, and the one that it resumed from."""
+    """The progress of the weights in memory, and a run's checkpoints, including the one that it resumed from."""
 
     def __init__(
         self,
@@ -41,24 +41,24 @@ class Checkpoints:
         self._prefix = policy.mode.checkpoint_prefix
         self._ranks = policy.ranks
         self.step = 0
-        """Step of the weights in memory."""
+        """The step of the weights in memory."""
         self.trained = TrainedProblems()
-        """Problems that they were trained on."""
+        """The problems that these weights were trained on."""
         self.order: tuple[int, str] | None = None
-        """The seed of the problems' order, and what identifies them, on the rank that saves."""
+        """On the rank that saves: the seed of the problems' order, and their digest."""
         self._is_half_written = False
-        """Whether an error interrupted a write: the weights in memory are unusable."""
+        """Whether an error interrupted a write, so that the weights in memory are unusable."""
         self._saved: dict[int, Path] = {}
         self._pinned: set[Path] = set()
 
     @property
     def last(self) -> Path | None:
-        """The newest one; None before the first."""
+        """The newest checkpoint; None before the first."""
         return self._saved[max(self._saved)] if self._saved else None
 
     @contextmanager
     def writing(self, step: int, groups: Iterable[Group]) -> Iterator[None]:
-        """Let the block write the weights of `step`, which were trained on these groups, too."""
+        """Let the block write the weights of `step`, for which these groups were trained on, too."""
         self._is_half_written = True
         yield
         self._is_half_written = False
@@ -66,7 +66,7 @@ class Checkpoints:
         self.trained = self.trained.including(group.number for group in groups if group.number is not None)
 
     def is_torn(self) -> bool:
-        """Return whether the weights in the memory of any rank are half-written."""
+        """Return whether the weights in any rank's memory are half-written."""
         return any(self._ranks.all_gather_object(self._is_half_written))
 
     def load(self, source: SavedCheckpoint) -> None:
@@ -80,7 +80,7 @@ class Checkpoints:
         self.trained = progress.trained
 
     def log_lack_of_room(self, optimizer: OptimizerName) -> None:
-        """Log if the disk has no room for one checkpoint, which the end of the run needs."""
+        """Log it if the disk has no room for the checkpoint at the end of the run."""
         least = 0.0
         for parameter in self._policy.trainable.weights.values():
             state = BytesPerParameter.of(optimizer, weight_bytes=parameter.itemsize).device
@@ -95,7 +95,7 @@ class Checkpoints:
             )
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save a checkpoint after `step`, unless it is the last one, which is always saved."""
+        """Return whether a checkpoint is due after `step`; the last step is saved in any case."""
         interval = self._choices.save_interval
         return interval > 0 and step % interval == 0
 
@@ -103,12 +103,12 @@ class Checkpoints:
         """Save the weights in memory, unless they are saved already, and return the folder.
 
         Raises:
-            UsageError: the disk is full or refuses, or a folder that is no checkpoint of Bridge is in the way.
+            UsageError: the disk is full, writing fails, or a folder that is not a Bridge checkpoint is in the way.
         """
         if self.step not in self._saved:
-            # With several ranks an interrupt is deferred: the others would wait for this one's part.
+            # With several ranks an interrupt is deferred, since the others would wait for this rank's part.
             with deferred_interrupt() if self._ranks.world_size > 1 else nullcontext():
-                self._ranks.barrier()  # a rank that was interrupted reports it here, where no other waits for its part
+                self._ranks.barrier()  # ranks report interrupts here, where no other rank waits for a part
                 self._saved = self._ranks.run_and_gather(self._save)[0]
         return self._saved[self.step]
 
@@ -116,7 +116,7 @@ class Checkpoints:
         """Save what was published; without the optimizer's state if a rank was lost or the disk has no room for it.
 
         Raises:
-            UsageError: there was no room for the whole checkpoint.
+            UsageError: there was no room for the full checkpoint.
         """
         try:
             if not self._ranks.is_broken and not self.is_torn():
@@ -135,11 +135,11 @@ class Checkpoints:
             self._log_weights(folder)
 
     def pin(self, folder: Path) -> None:
-        """Keep one for as long as the run lasts, because a server was started with it."""
+        """Keep a checkpoint for the rest of the run, because a server was started from it."""
         self._pinned.add(folder)
 
     def _save(self) -> dict[int, Path]:
-        """Save, on rank 0, and return what is kept; the others send their part of weights and state."""
+        """Save on rank 0, to which the others send their weights and state, and return the kept checkpoints by step."""
         folder = self._folder / f"{self._prefix}{self.step}"
         if self._ranks.is_rank_zero:
             json_lines.fsync(self._run.writable(self._run.metrics))
@@ -150,7 +150,7 @@ class Checkpoints:
         return {number: path for number, path in saved.items() if path in kept}
 
     def _save_what_fits(self) -> None:
-        """Save a checkpoint; if that is impossible, save the weights alone, if these can be, and raise the reason."""
+        """Save a checkpoint; if that is impossible, save only the weights, if possible, and raise the reason."""
         try:
             self.save()
         except UsageError:
@@ -162,9 +162,9 @@ class Checkpoints:
             raise
 
     def _weights_folder(self) -> Path:
-        """Return a new folder for the weights alone: a model, and not a checkpoint to resume from."""
+        """Return a new folder for only the weights, which is a model and not a checkpoint to resume from."""
         name = f"weights_{self._prefix}{self.step}"
-        names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier run may have ended there, too
+        names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier process may have used the name
         return next(path for name in names if not (path := self._run.writable(self._folder / name)).exists())
 
     def _log_weights(self, folder: Path) -> None:

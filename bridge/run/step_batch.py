@@ -1,4 +1,4 @@
-"""What one replica trains on in a step: its samples of the batch, what is computed for them, and the step's figures.
+"""The training data of one replica in a step: its samples of the batch, their results, and the step's metrics.
 
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -26,18 +26,18 @@ from bridge.types import Group
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one step: those of this rank's share, unless noted otherwise."""
+    """The samples of one step; those of this rank's share, unless noted otherwise."""
 
     mini_batches: Sequence[list[Sample]] = ()
     """Samples to train on, per update."""
     only_ranked: Sequence[list[Sample]] = ()
-    """For each update, the samples without a gradient whose tokens are ranked by entropy with the others."""
+    """For each update, the samples without a gradient, whose tokens are only ranked by entropy with the others."""
     num_tokens: int = 0
-    """Sampled tokens of all shares."""
+    """Number of sampled tokens in all shares."""
     balance: float = math.nan
-    """Tokens of the largest share over the mean; NaN for one."""
+    """Ratio of the largest share's tokens to the mean; NaN for a single share."""
     num_before: int = 0
-    """Planned updates of all steps before."""
+    """Number of planned updates in all earlier steps."""
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class Batch:
     ) -> Self:
         """Turn groups into samples, cut them into updates, and keep this rank's share, with the bytes of its images.
 
-        UsageError: as `samples`.
+        UsageError: a group's given advantages are invalid.
         """
         updates = samples.mini_batches(groups, spec, num_updates=choices.updates_per_batch, max_new_tokens=longest)
         trained = [mini_batch for mini_batch, _ in updates]
@@ -69,35 +69,35 @@ class Pass:
 
     batch: MicroBatch
     old_logprobs_N: Tensor | None = None
-    """Log-probabilities of the trainer."""
+    """The trainer's log-probabilities."""
     reference_logprobs_N: Tensor | None = None
-    """Log-probabilities of the frozen reference."""
+    """The frozen reference's log-probabilities."""
     entropies_N: Tensor | None = None
     """The trainer's entropies, with `--top-entropy`."""
 
     @property
     def entropies(self) -> Tensor:
-        assert self.entropies_N is not None, "it looked ahead"
+        assert self.entropies_N is not None, "not computed yet"
         return self.entropies_N
 
 
 @dataclass(kw_only=True)
 class Computed:
-    """Results for a batch so far."""
+    """The results that have been computed for a batch so far."""
 
     entropy: Tensor
-    """Sum of the entropies of the policy before the first update."""
+    """Sum of the policy's entropies before the first update."""
     loss_sums: Tensor
-    """Sum over tokens and number of tokens of each metric of the loss."""
+    """For each metric of the loss, its sum over tokens and the number of tokens."""
     tally: Tally
     passes: list[list[Pass]] = field(default_factory=list)
-    """Passes of each update."""
+    """The passes of each update."""
     losses: list[Tensor] = field(default_factory=list)
     """Loss per update, including a skipped one."""
     norms: list[float] = field(default_factory=list)
     """Gradient norm per update."""
     num_updates: int = 0
-    """Updates that were taken."""
+    """Number of updates that were taken."""
     is_prepared: bool = False
     is_written: bool = False
 
@@ -110,16 +110,16 @@ class Computed:
     def figures(
         self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str], prepared: PreparedModel
     ) -> dict[str, Any]:
-        """Wait for the device, and return the step's metrics over all ranks; the loss has metrics of these names.
+        """Wait for the device, and return the step's metrics over all ranks; `loss_metrics` names those of the loss.
 
-        Those of the policy and of the mismatch are from before the first update.
+        The metrics of the policy and of the mismatch are from before the first update.
         """
         model = prepared.model
         replay = prepared.replay
         rerouted_2 = torch.zeros(2, dtype=torch.int64, device=model.device) if replay is None else replay.rerouted()
-        num_rerouted, num_replayed = ranks.all_reduce(rerouted_2.double()).tolist()  # also of slices
+        num_rerouted, num_replayed = ranks.all_reduce(rerouted_2.double()).tolist()  # of all slices, too
         tokens_LE = torch.zeros(0, 0).double() if replay is None else replay.expert_tokens().double()
-        num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
+        num_taken = self.num_updates or len(self.norms)  # if the first update was skipped, its figures show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
         entropy = ranks.all_reduce_shares(self.entropy).item()
@@ -136,11 +136,11 @@ class Computed:
             **routing.balance(ranks.all_reduce(tokens_LE) if num_replayed else tokens_LE[:0]),
             **means(dict(zip(loss_metrics, ranks.all_reduce_shares(self.loss_sums), strict=True))),
             "tokens_trained": batch.num_tokens,
-            "train_flops": sum(of_rank for _, of_rank in of_ranks) / ranks.cp_size,  # each counts all slices
+            "train_flops": sum(of_rank for _, of_rank in of_ranks) / ranks.cp_size,  # each rank counts all slices
             "rank_token_balance": batch.balance,
         }
 
     def _flops(self, flops: Flops) -> float:
-        """Return the operations of this rank's forward and backward passes of every update."""
+        """Return the operations of this rank's forward and backward passes in all updates."""
         of_updates = [sum(flops.of_batch(model_pass.batch) for model_pass in passes) for passes in self.passes]
         return sum(of_updates[number % len(of_updates)] for number in range(len(self.norms)))

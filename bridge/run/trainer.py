@@ -1,7 +1,8 @@
 """The training loop, the same in every mode: rollouts -> gradients -> one write that is published.
 
-A step reads from top to bottom in `Run._take_steps`. A server that this run started and that dies is restarted with the
-newest weights, and the step is retried. Several ranks run this loop in lockstep; rank 0 writes and reports.
+A step reads from top to bottom in `Run._take_steps`. If the server dies and this run started it, it is restarted with
+the newest weights, and the interrupted operation is retried. Several ranks run this loop in lockstep; rank 0 writes and
+reports.
 """
 
 import logging
@@ -45,11 +46,11 @@ from bridge.weights import model_files
 logger = logging.getLogger(__name__)
 
 RESTARTS = 3
-"""A server that dies more often than this in one operation is given up."""
+"""How often the server is restarted in one operation before the run gives up."""
 
 
 def restarting_the_server(operation: Callable[..., Result]) -> Callable[..., Result]:
-    """Repeat a method of `Run` if the server is ours and dies in it, on a new server with the newest weights."""
+    """Retry a method of `Run` on a new server with the newest weights if the run's own server dies in it."""
 
     @wraps(operation)
     def repeated(run: "Run", *arguments: Any) -> Result:
@@ -66,8 +67,8 @@ def restarting_the_server(operation: Callable[..., Result]) -> Callable[..., Res
 class Run:
     """One training run, up to step `config.training_steps`.
 
-    `environment` has the problems; None if rollouts come from elsewhere. `process` is the server if this run started
-    it. `resume` is the checkpoint to resume from. `ranks` train together.
+    `environment` has the problems; None if rollouts come from elsewhere. `process` is the server, if this run started
+    it. `resume` is the checkpoint to resume from. `ranks` are the processes that train together.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class Run:
         self._evaluated: Evaluation | None = None
         self._is_reached = False
         self._begun_at = 0
-        """Step of the checkpoint that the run resumed from."""
+        """The step of the checkpoint that the run resumed from."""
 
     def train(self) -> Summary:
-        """Train; an interrupt or an error ends the run with the weights of the last published step saved."""
+        """Train; if an interrupt or an error ends the run, the weights of the last published step are saved."""
         with ExitStack() as opened:
             self._open(opened)
             self._announce_version()
@@ -106,7 +107,7 @@ class Run:
             try:
                 with self._ranks.raise_on_all():
                     self._take_steps()
-            except BaseException:  # whatever it was, published steps are not lost
+            except BaseException:  # save published steps after any error
                 if self._checkpoints.step > self._begun_at:
                     self._reporter.phase("save")
                     self._checkpoints.rescue()
@@ -123,7 +124,7 @@ class Run:
             )  # fmt: skip
 
     def _is_evaluation_missing(self) -> bool:
-        """Return whether the run ended between the checkpoint that it resumed from and the evaluation of this step."""
+        """Return whether the resumed run had ended between saving its checkpoint and evaluating that step."""
         interval = self._config.evaluation.interval
         if not interval or self._begun_at % interval:
             return False
@@ -158,14 +159,14 @@ class Run:
                 self._evaluate()
             if self._is_reached:
                 break
-        self._learner.check_usable(RewardError)  # after the last step, an update that did not fit is no error
+        self._learner.check_usable(RewardError)  # after the last step, only a failed loss is an error
 
     @restarting_the_server
     def _take_groups(self, step: int) -> list[Group]:
         count = self._config.rollouts.batch_size // self._config.sampling.group_size
         return self._stream.take(count, step=step)
 
-    @deferred_interrupt()  # a published step has its metrics; a server that dies is not restarted after Ctrl-C
+    @deferred_interrupt()  # every published step gets its metrics; after Ctrl-C no server is restarted
     @restarting_the_server
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         """Update the weights inside the fence, publish them, and return and append the metrics."""
@@ -174,7 +175,7 @@ class Run:
         sleeps = bool(self._pauses.kv_sleeps)
         update = Update(sleep=sleeps, last_checkpoint=repair, is_last=self._is_last(step))
         with self._policy.fence(update) as window:
-            if self._checkpoints.step != step:  # else the server died after the write
+            if self._checkpoints.step != step:  # otherwise the server died after the write
                 if self._pauses.computes_inside:
                     with window.preparing():
                         self._learner.prepare()
@@ -204,7 +205,7 @@ class Run:
 
     @restarting_the_server
     def _evaluate(self) -> float | None:
-        """Return the held-out reward of what is served now; it is measured once."""
+        """Return the held-out reward of the served weights, which is measured only once."""
         last = self._evaluated
         if last and (last.step, last.weight_version) == (self._checkpoints.step, self._policy.version):
             return float(last.reward_mean)
@@ -250,7 +251,7 @@ class Run:
         directory.record(f"training {self._config.model_name} by --mode {self._config.mode}: {steps}")
 
     def _settled(self) -> TrainConfig:
-        """Return the configuration with the defaults that the loss and the optimizer chose."""
+        """Return the configuration with defaults resolved that depend on the loss and the optimizer."""
         config = self._config.settled()
         spec = self._learner.spec
         parts = () if config.loss.is_own else LOSS_PARTS
@@ -307,7 +308,7 @@ class Run:
         self._goal = goal_of(config.stop_at, self._learner.spec.metrics)
 
     def _load(self) -> None:
-        """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""
+        """Load the checkpoint to resume from: weights, optimizer, random state and position in the data."""
         if self._environment is not None and self._ranks.is_rank_zero:
             self._checkpoints.order = self._config.seed, resuming.digest(self._environment)
         if self._resume is not None:
@@ -318,7 +319,7 @@ class Run:
             self._checkpoints.load(self._resume)
             self._stream.resume(self._checkpoints.trained)
             self._begun_at = self._checkpoints.step
-        elif self._config.mode == "shared_vllm" and self._policy.version:  # the other modes bring their own weights
+        elif self._config.mode == "shared_vllm" and self._policy.version:  # the other modes load their own weights
             model = self._config.model_name
             version = self._policy.version
             logger.info(
@@ -327,7 +328,7 @@ class Run:
             )
 
     def _decide_on_sleep(self) -> None:
-        """Measure whether training needs the KV cache's memory, until a batch with something to train on decides."""
+        """Decide whether training needs the KV cache's memory, with the first batch that has something to train on."""
         if self._pauses.kv_sleeps is not None:
             return
         self._pauses = replace(self._pauses, kv_sleeps=self._learner.wants_sleep())
@@ -336,14 +337,14 @@ class Run:
             logger.info(f"the server's KV cache sleeps while training, which needs its memory{then}")
 
     def _is_last(self, step: int) -> bool:
-        """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
+        """Return whether nothing is sampled after `step`: the run's own server ends with it, without an evaluation."""
         return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
 
     def _compare(self, record: StepMetrics | Evaluation) -> None:
-        """End the run if this reaches --stop-at; an evaluation before the first step does not count."""
+        """End the run if this record reaches --stop-at; an evaluation before the first step does not count."""
         if self._checkpoints.step == self._begun_at or self._is_reached:
             return
-        if self._ranks.run_on_rank_zero(lambda: self._goal(record)):  # each rank has other times
+        if self._ranks.run_on_rank_zero(lambda: self._goal(record)):  # measured times differ between ranks
             self._is_reached = True
             logger.info(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
@@ -366,7 +367,7 @@ class Run:
         if self._pauses.kv_sleeps:
             self._learner.forget()  # the new server needs its memory for the KV cache
         if self._opened.device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
+            torch.cuda.empty_cache()  # vLLM refuses to start if too little memory is free
         self._policy.mode.revive(newest)
         self._announce_version()
-        logger.info(f"the server was started again with the weights of step {self._checkpoints.step}")
+        logger.info(f"the server was restarted with the weights of step {self._checkpoints.step}")

@@ -114,7 +114,7 @@ def write_events(run: RunDirectory, num_steps: int) -> None:
     happened = {
         3.5 * num_steps: "micro-batches of up to 24,576 tokens, in 71.3 GiB of free memory",
         3.5 * num_steps / 2 + 20: "the server died: no answer from http://127.0.0.1:9001",
-        3.5 * num_steps / 2: f"the server was started again with the weights of step {num_steps // 2}",
+        3.5 * num_steps / 2: f"the server was restarted with the weights of step {num_steps // 2}",
         3.5 * num_steps / 5: "log-probabilities of vLLM and of the trainer differ by 0.11 nats on average, up to 2.1",
     }
     lines = [f"{end - timedelta(seconds=ago):%Y-%m-%dT%H:%M:%S%z} {text}" for ago, text in happened.items()]

@@ -145,7 +145,7 @@ def test_a_groups_advantages_can_be_ones_own(given: Any, held: object) -> None:
     assert changed.advantages == held
     assert group.advantages is None
     assert len(bridge.samples([changed])) == 2
-    with pytest.raises(UsageError, match="they are for 3 completions, and the group has 2"):
+    with pytest.raises(UsageError, match="they are for 3 completions, but the group has 2"):
         bridge.samples([group.with_advantages([1, 2, 3])])
 
 

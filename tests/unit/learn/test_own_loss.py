@@ -130,7 +130,7 @@ def test_library_has_the_same_loss(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[str, str]] = {
     "raise ValueError('no')": ("raised ValueError: no (my_loss.py line 3)", "fix my_loss.py line 3"),
     "return tensors.nothing": ("has no attribute 'nothing' (my_loss.py line 3)", "fix"),
-    "return None": ("returned None, expected a float tensor of shape (5,), one term a token (my_loss.py line 2)", ""),
+    "return None": ("returned None, expected a float tensor of shape (5,), one term per token (my_loss.py line 2)", ""),
     "return tensors.logprobs[:2]": ("returned a tensor of shape (2,), expected shape (5,)", ""),
     "return tensors.advantages": ("returned terms without a gradient", ""),
     "return tensors.logprobs.log(), {}": ("has a terms of", ""),
@@ -143,8 +143,8 @@ BROKEN: dict[str, tuple[str, str]] = {
     "return tensors.logprobs, {f'n{len(tensors.mask)}': tensors.mask}": ("returned the metrics [", ""),
     "return tensors.logprobs, {'a': (tensors.logprobs.sum(), 10**400)}": ("as metric 'a'", ""),
     "return tensors.logprobs, {'a': (tensors.logprobs.sum(), float('nan'))}": ("as metric 'a'", ""),
-    "return tensors.logprobs.to_sparse()": ("returned a sparse_coo tensor on cpu, expected a dense one", ""),
-    "return tensors.logprobs.to('meta')": ("returned a strided tensor on meta, expected a dense one on cpu", ""),
+    "return tensors.logprobs.to_sparse()": ("returned a sparse_coo tensor on cpu, expected a dense tensor", ""),
+    "return tensors.logprobs.to('meta')": ("returned a strided tensor on meta, expected a dense tensor on cpu", ""),
     "tensors.logprobs.sum().backward(); return tensors.logprobs * 1": ("calls backward() itself", "return"),
     "torch.set_default_dtype(torch.float64); return tensors.logprobs * 1": ("changes torch's grad mode or", ""),
 }
@@ -164,7 +164,7 @@ BROKEN |= {
     )
 }
 BROKEN |= {
-    f"return {body.format(TERMS)}": ("has another gradient when each sequence is a micro-batch of its own", "(terms *")
+    f"return {body.format(TERMS)}": ("has a different gradient if each sequence is a separate micro-batch", "(terms *")
     for body in (
         "(({}) * tensors.weights).sum() / len(tensors.lengths)",
         "({}) * len(tensors.mask)",

@@ -170,9 +170,9 @@ def test_filled_groups_are_not_filled_twice() -> None:
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        (((1.0,),), "for 1 completions, and the group has 2"),
-        (((1.0,), (1.0, 2.0)), "completion 2 has 3 tokens and 2 advantages"),
-        (((1.0, 2.0), ()), "completion 2 has 3 tokens and 0 advantages"),
+        (((1.0,),), "for 1 completions, but the group has 2"),
+        (((1.0,), (1.0, 2.0)), "completion 2 has 3 tokens but 2 advantages"),
+        (((1.0, 2.0), ()), "completion 2 has 3 tokens but 0 advantages"),
         (((1.0,), (0.0, math.nan, 1.0)), "one of completion 2 is nan"),
         (((math.inf,), (0.0,)), "one of completion 1 is inf"),
     ],

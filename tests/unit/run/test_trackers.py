@@ -160,7 +160,7 @@ def test_a_failing_tracker_is_reported_once_and_dropped(caplog: pytest.LogCaptur
         for step in (1, 2, 3):
             tracked.step(metrics(step), groups())
         tracked.evaluation(evaluation(3))
-    assert caplog.messages == ["Bad failed, and is not used any more in this run: OSError: No space left on device"]
+    assert caplog.messages == ["Bad failed, and is no longer used in this run: OSError: No space left on device"]
     assert [step for step, _, _ in bad.logged] == [1]
     assert [step for step, _, _ in good.logged] == [1, 2, 3, 3]
     assert good.logged[-1][1]["held_out/reward_mean"] == 0.75

@@ -191,7 +191,9 @@ def test_a_gradient_that_is_not_finite_skips_its_step(
         changed = [any(not torch.equal(one[name], other[name]) for name in one) for one, other in pairs]
         assert changed == [False, False, True, False, False, True]
         assert [line.split(":")[0] for line in run.notes] == ["step 2", "step 3", "step 5", "step 6"]
-        assert "its update was skipped: no weight was changed (2 in a row; the run ends after 3)" in run.notes[1]
+        assert (
+            "its update was skipped: no weight was changed (2 consecutive steps; the run ends after 3)" in run.notes[1]
+        )
         assert [progress["step"] for progress in run.saved().values()] == [3, 6, 7]
         run.check_saved("step_7")
 
@@ -200,7 +202,7 @@ def test_skipped_steps_in_a_row_end_a_run_with_a_checkpoint(running: Running, mo
     poisoned(monkeypatch, 3, 4, 5)
     with running() as run:
         error = run.stopped(UsageError, training_steps=9)
-        assert "the gradients of 3 steps in a row were not finite; no weight was changed" in str(error)
+        assert "the gradients of 3 consecutive steps were not finite; these steps changed no weight" in str(error)
         assert run.mode.version == 8
         assert run.saved() == {"step_5": {"step": 5, "weight_version": 8}}
         run.check_saved("step_5")

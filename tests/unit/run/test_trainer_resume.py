@@ -173,7 +173,7 @@ def test_a_server_lost_while_sampling_gets_the_newest_weights(running: Running, 
             assert torch.equal(run.weights()[name], tensor), name
         assert [line.partition(":")[0] for line in run.notes] == [
             "the server died",
-            f"the server was started again with the weights of step {step - 1}",
+            f"the server was restarted with the weights of step {step - 1}",
         ]
         events = (run.folder / "run" / "events.log").read_text().splitlines()
         *before, began, first, second, done = [event.partition(" ")[2] for event in events]
