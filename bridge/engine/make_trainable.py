@@ -74,7 +74,7 @@ def trainable_of(
     """Return a prepared model with its optimizer, its budget and the reference that the loss needs.
 
     A step trains on `batch_size` completions, shared among `replicas` on `hosts`. With `has_adapter` an adapter is
-    trained, else all weights. `seed` is that of stochastic rounding, and errors name `model_name`.
+    trained, otherwise all weights. `seed` is for stochastic rounding, and errors name `model_name`.
 
     Raises:
         UsageError: it does not fit into memory.

@@ -110,7 +110,7 @@ def test_an_environment_that_yields_other_problems_each_time_is_reported(run_dir
     before, now = (task(named(random.Random(seed).sample(NAMES, 8)), listed=False) for seed in range(2))
     source = saved(run_dir, before, environment="mine.py:Task", data=None)
     (line,) = resuming.check(source, config(environment="mine.py:Task", data=None), now)
-    assert line.startswith("the environment's first problems are not those of the run: 4 of them are passed over")
+    assert line.startswith("the environment's first problems differ from those of the run, but 4 of them are skipped")
     with pytest.raises(UsageError, match="these are not the problems"):
         resuming.check(source, config(environment="other.py:Task", data=None), now)
 
