@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import peft
@@ -50,6 +51,14 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_WORDS", 32)
 
 
+@pytest.fixture
+def traced_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace and differentiate what is compiled, without C++ for each form of it; kernels are a GPU's."""
+    if request.node.callspec.params["device"] == "cpu":
+        traced = partial(torch.compile, dynamic=True, backend="aot_eager")
+        monkeypatch.setattr(blocks, "_compiled", cache(traced))
+
+
 @pytest.mark.parametrize(("num_rows", "hidden"), [(1, 64), (8, 64), (64, 8)])
 def test_no_product_of_a_block_is_large(monkeypatch: pytest.MonkeyPatch, num_rows: int, hidden: int) -> None:
     """Neither the logits nor, for a few rows, the head's gradient, which a block computes in float32."""
@@ -75,6 +84,7 @@ def naive(
     return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
 
 
+@pytest.mark.usefixtures("traced_on_the_cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -218,6 +228,7 @@ def kept_of(logits: Tensor, counts: Tensor) -> tuple[Kept, Tensor, Tensor]:
     return kept, logits >= thresholds, words.gather(1, counts[:, None] // 2).squeeze(1)
 
 
+@pytest.mark.usefixtures("traced_on_the_cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("cap", "temperature", "compiles"),
