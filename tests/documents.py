@@ -100,6 +100,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
     "docs/library.md": {
         "import bridge": SLOW,
         "# advantages of your own": SLOW,
+        "# a distribution over tokens as the target": SLOW,
         "# a loop that resumes": SLOW,
         "+import bridge": tested("tests/cpu/test_trl.py"),
     },

@@ -1,11 +1,13 @@
 """One call of `forward_backward`: samples become passes, their gradients are summed, and log-probs return in order.
 
-Shape suffixes: N rows (positions that predict a sampled token) of a micro-batch or of one sample.
+Shape suffixes: N rows (positions that predict a sampled token) of a micro-batch or of one sample; K targets of a row;
+X: nothing, or K.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -22,7 +24,8 @@ from bridge.passes.packing import MicroBatch, Sample
 from bridge.rollouts.distribution import filters
 
 Loss = Callable[[Tensor, MicroBatch], Tensor]
-"""Returns a micro-batch's contribution to an update's loss, given its log-probabilities: [N] float32 -> []."""
+"""Returns a micro-batch's contribution to an update's loss, given its log-probabilities: [N] float32 -> []; [N, K] of
+samples with `several` targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,8 @@ class Passes:
     """Result of `forward_backward`."""
 
     logprobs: Sequence[Tensor]
-    """Log-probabilities of each sample's sampled tokens in nats, in the order of the call, [N] float32."""
+    """Log-probabilities of each sample's sampled tokens, or of its targets, in nats, in the order of the call: [N]
+    float32, or [N, K]."""
     entropies: Sequence[Tensor]
     """Entropies in nats, in the same order and shape."""
     metrics: Mapping[str, float]
@@ -69,6 +73,13 @@ class Gradients:
                 f"kl_coef is {self._spec.kl_coef:g}, but no reference model is loaded",
                 hint="pass it when attaching: bridge.attach(loss=bridge.LossConfig(kl_coef=..., reference_model=...))",
             )
+        several = next((one.index for one in given if one.sample.num_targets), None)
+        if self._loss is None and several is not None:
+            raise UsageError(
+                f"sample {several} has several targets of each token, and loss is a LossConfig,"
+                " whose ratios are of one",
+                hint="loss=lambda logprobs, batch: -(logprobs * batch.several.weights_NK).sum()",
+            )
         self._start()
 
     def _start(self) -> None:
@@ -92,6 +103,13 @@ class Gradients:
         if batches and not release and all(parameter.grad is None for parameter in self._trainable.parameters):
             raise _not_a_loss("does not depend on any parameter of the model")
 
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Compute the log-probabilities and the loss, without gradients."""
+        self._start()
+        for batch in self._trainable.budget.packs(self._samples, self._samples):
+            self._loss_of(batch, needs_gradient=False)
+
     def pack_for_one_pass(self) -> None:
         """Pack the samples into one pass. UsageError: they need several."""
         budget = self._trainable.budget
@@ -104,14 +122,15 @@ class Gradients:
         self._start()
         return [self._loss_of(batch) for batch in self._batches]
 
-    def _loss_of(self, batch: MicroBatch) -> Tensor:
+    def _loss_of(self, batch: MicroBatch, *, needs_gradient: bool = True) -> Tensor:
         if not filters(self._trainable.sampling):  # for example a teacher, whose student is filtered
             batch = replace(batch, kept=None)
-        logprobs_N, entropies_N = self._trainable.logprobs(batch)
-        self._keep(batch, logprobs_N.detach(), entropies_N)
+        logprobs_NX, entropies_N = self._trainable.logprobs(batch)
+        self._keep(batch, logprobs_NX.detach(), entropies_N)
         if self._loss is not None:
-            loss = _one_number(self._loss(logprobs_N, batch))
+            loss = _one_number(self._loss(logprobs_NX, batch), needs_gradient=needs_gradient)
         else:
+            logprobs_N = logprobs_NX
             reference_N = self._trainable.reference_logprobs(batch) if self._spec.kl_coef > 0 else None
             old_N = self._old_logprobs(batch, logprobs_N)
             loss, sums = policy_loss(logprobs_N, old_N, batch, self._spec, reference_N)
@@ -125,14 +144,22 @@ class Gradients:
         known = [of_sample_N.detach().to(logprobs_N.device) for of_sample_N in old if of_sample_N is not None]
         return torch.cat(known).float() if known else logprobs_N.detach()
 
-    def _keep(self, batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor) -> None:
-        sizes = [self._samples[index].num_trained for index in batch.indices]
-        for kept, values_N in ((self._logprobs, logprobs_N), (self._entropies, entropies_N)):
-            kept.update(zip(batch.indices, values_N.split(sizes), strict=True))
+    def _keep(self, batch: MicroBatch, logprobs_NX: Tensor, entropies_N: Tensor) -> None:
+        samples = [self._samples[index] for index in batch.indices]
+        sizes = [sample.num_trained for sample in samples]
+        of_samples = [*logprobs_NX.split(sizes)]
+        if batch.several is not None:  # filled up to the most that a sample has
+            of_samples = [
+                of_sample_NK[:, : sample.num_targets] if sample.num_targets else of_sample_NK[:, 0]
+                for of_sample_NK, sample in zip(of_samples, samples, strict=True)
+            ]
+        self._logprobs.update(zip(batch.indices, of_samples, strict=True))
+        self._entropies.update(zip(batch.indices, entropies_N.split(sizes), strict=True))
         self._entropy += entropies_N.sum(dtype=torch.float64)
-        self._num_tokens += len(logprobs_N)
-        sequences_N = self._spec.weighted_sequences(batch)
-        self._tally += measure(logprobs_N, batch.sampled_logprobs_N, self._spec.correction, sequences_N)
+        self._num_tokens += len(logprobs_NX)
+        if batch.several is None:  # of several, none is the one that the server sampled
+            sequences_N = self._spec.weighted_sequences(batch)
+            self._tally += measure(logprobs_NX, batch.sampled_logprobs_N, self._spec.correction, sequences_N)
 
     def passes(self, *, are_own: bool) -> Passes:
         """Wait for the device, and return all ranks' results; with `are_own`, log-probs of only this rank's samples.
@@ -189,7 +216,7 @@ def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
 
 def _fault(sample: Sample, num_words: int) -> str:
     """Describe what is wrong with a sample; empty: it is valid. Wrong lengths could silently train the wrong tokens."""
-    tuples = ("prompt_token_ids", "token_ids", "sampled_logprobs", "advantages", "kept")
+    tuples = ("prompt_token_ids", "token_ids", "sampled_logprobs", "advantages", "kept", "targets", "target_weights")
     other = next((name for name in tuples if not isinstance(getattr(sample, name), tuple)), None)
     if other is not None:
         return f"has {described(getattr(sample, other))} as {other}, expected a tuple"
@@ -208,13 +235,39 @@ def _fault(sample: Sample, num_words: int) -> str:
     weight: Any = sample.weight
     if not isinstance(weight, Real) or math.isnan(weight):
         return f"has {described(weight)} as weight, expected a number"
-    ids = *sample.prompt_token_ids, *sample.token_ids
+    if fault := _fault_of_targets(sample, num_sampled):
+        return fault
+    targets: Any = sample.targets
+    flat = [*chain.from_iterable(targets)] if sample.num_targets else targets
+    ids = *sample.prompt_token_ids, *sample.token_ids, *flat
     if min(ids) < 0 or max(ids) >= num_words:
         wrong_id = min(ids) if min(ids) < 0 else max(ids)
         return f"has the token id {wrong_id}, but the model has only {num_words:,} embeddings"
     if len(sample.experts) % (2 * (sample.num_tokens - 1)):
         return f"has {len(sample.experts)} bytes of experts for {sample.num_tokens} tokens"
     return ""
+
+
+def _fault_of_targets(sample: Sample, num_sampled: int) -> str:
+    """Return what is wrong with the targets of a sample or their weights; empty: nothing."""
+    targets: Any = sample.targets
+    weights: Any = sample.target_weights
+    if not targets:
+        return "has target_weights, and no targets" if weights else ""
+    if len(targets) != num_sampled:
+        return f"has {num_sampled} sampled tokens and {len(targets)} targets"
+    counts = sorted({len(of_token) if isinstance(of_token, tuple) else 0 for of_token in targets})
+    if len(counts) > 1 or (counts == [0] and isinstance(targets[0], tuple)):
+        return f"has between {counts[0]} and {counts[-1]} targets of a token, expected as many of each"
+    if not weights:
+        return ""
+    if counts == [0]:
+        return "has target_weights, and one target of each token, whose factor is weight or an advantage"
+    shape = {len(of_token) if isinstance(of_token, tuple) else 0 for of_token in weights}
+    if len(weights) != num_sampled or shape != set(counts):
+        return f"has target_weights of another shape than its {num_sampled} x {counts[0]} targets"
+    wrong = next((value for value in chain.from_iterable(weights) if not math.isfinite(value)), None)
+    return "" if wrong is None else f"has a target weight of {wrong}, expected a finite number"
 
 
 def refuse_other_logprobs(old: Sequence[Any], samples: Sequence[Sample], *, is_function: bool) -> None:
@@ -239,13 +292,13 @@ def refuse_other_logprobs(old: Sequence[Any], samples: Sequence[Sample], *, is_f
         raise UsageError("old_logprobs has NaN, which marks unknown log-probabilities", hint=hint)
 
 
-def _one_number(loss: Any) -> Tensor:
+def _one_number(loss: Any, *, needs_gradient: bool) -> Tensor:
     """Return the result of a loss function as a scalar. UsageError: it is not a scalar with a gradient."""
     if not isinstance(loss, Tensor):
         raise _not_a_loss(f"is {described(loss)}")
     if loss.numel() != 1 or not loss.is_floating_point():
         raise _not_a_loss(f"is a tensor of shape {tuple(loss.shape)}, {loss.dtype}")
-    if not loss.requires_grad:
+    if needs_gradient and not loss.requires_grad:
         raise _not_a_loss("has no gradient")
     return loss.reshape(())
 

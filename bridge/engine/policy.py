@@ -231,6 +231,16 @@ class Policy:
         return self.mode.endpoint
 
     @property
+    def model_name(self) -> str:
+        """The model that the server was started with: a folder, or a name of the hub."""
+        return self.config.model_name
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence that the server takes, in tokens; None: it does not report one."""
+        return self.mode.max_model_len
+
+    @property
     def url(self) -> str:
         """Address of the server."""
         return self.endpoint.url
@@ -480,6 +490,25 @@ class Policy:
             batch = replace(batch, kept=None)
         return self.prepared.logprobs(batch, self.sampling.temperature)
 
+    def forward(
+        self, samples: Sequence[Sample], loss: Loss | LossConfig | None = None, *, are_own: bool = False
+    ) -> Passes:
+        """Compute what `forward_backward` does of these samples, without gradients, and leave those that there are.
+
+        The server's KV cache keeps its memory.
+
+        Raises:
+            UsageError: as `forward_backward`.
+            UnsupportedModelError: as `forward_backward`.
+        """
+        self._refuse_to_write()
+        with self._alone("forward"):
+            self._refuse_half_written("forward")
+            call = self._gradients(samples, loss, None, are_own=are_own)
+            with deferred_interrupt():
+                self.trainable.within_memory(call.measure, lambda: None)
+                return call.passes(are_own=are_own)
+
     def forward_backward(
         self,
         samples: Sequence[Sample],
@@ -534,13 +563,21 @@ class Policy:
             raise
 
     def optim_step(
-        self, *, lr: float | None = None, max_norm: float | None = None, in_flight: InFlight | None = None
+        self,
+        *,
+        lr: float | None = None,
+        max_norm: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        in_flight: InFlight | None = None,
     ) -> Step:
         """Step the policy's optimizer with the gradients, inside the fence, publish the result, and drop the gradients.
 
-        Gradients are first clipped to `max_norm`. `lr` and `max_norm` default to the policy's `OptimizerConfig`.
-        Requests in flight are kept, drained or aborted. Ctrl-C is deferred to the end of the step. An error also drops
-        the gradients, unless it is about an argument; repeat the passes then.
+        Gradients are first clipped to `max_norm`. `lr`, `betas`, `eps`, `weight_decay` and `max_norm` hold for this
+        step, and default to the policy's `OptimizerConfig`. Requests in flight are kept, drained or aborted. Ctrl-C is
+        deferred to the end of the step. An error also drops the gradients, unless it is about an argument; repeat the
+        passes then.
 
         Raises:
             GradientError: the gradients' norm is not finite; nothing was changed.
@@ -563,7 +600,7 @@ class Policy:
                     " memory of its KV cache",
                     hint="attach with publishing=bridge.PublishingConfig(in_flight=...), or call train_step",
                 )
-            self.trainable.set_step(lr, max_norm)
+            self.trainable.set_step(lr, max_norm, betas, eps, weight_decay)
             return self._take_step("optim_step", in_flight)
 
     def _take_step(self, call: str, in_flight: InFlight | None) -> Step:
@@ -773,6 +810,26 @@ class Policy:
             self.read_state(source, has_optimizer=has_optimizer)
         return source
 
+    def load(self, folder: str | Path) -> None:
+        """Load the weights of a Hugging Face folder, or of PEFT's for an adapter, into the server's memory.
+
+        The counterpart of `save`, for a checkpoint or the model's own folder, too. The optimizer starts anew, and
+        gradients are dropped. It repairs half-written weights.
+
+        Raises:
+            UsageError: it is of another model, or the policy only reads; nothing was loaded.
+        """
+        self._refuse_to_write()
+        source = path_of("policy.load: folder", folder)
+        self._refuse_other_kind(source)
+        with self._alone("load"):
+            self._restore("load", source, 0, self._restart_optimizer)
+
+    def _restart_optimizer(self) -> None:
+        """Forget the optimizer's moments and what it knows of weights beyond their stored words."""
+        if "trainable" in vars(self):
+            self.trainable.optimizer.reset({})
+
     def write_state(self, folder: Path, progress: Progress, *, has_optimizer: bool) -> Path | None:
         """Save a checkpoint on the first rank, and return its folder; other ranks send their parts and return None."""
         to_send: list[Callable[[], None]] = [self._send_weights]
@@ -797,10 +854,10 @@ class Policy:
         self._refuse_to_write()
         trainable = self.trainable if has_optimizer else None
         if trainable is None:
-            self._restore("load_state", source)
+            self._restore("load_state", source.folder, source.progress.weight_version)
         else:
             load = optimizer_state.checked(source.folder, trainable.weights, trainable.state)
-            self._restore("load_state", source, load)
+            self._restore("load_state", source.folder, source.progress.weight_version, load)
         self._num_calls = source.progress.samples_drawn
 
     def _refuse_other_kind(self, folder: Path) -> None:
@@ -817,13 +874,16 @@ class Policy:
                 hint=f"attach without lora, or serve it as the adapter's base: bridge serve-vllm --model {folder}",
             )
 
-    def _restore(self, call: str, source: SavedCheckpoint, load_optimizer: Callable[[], None] | None = None) -> None:
-        """Load the weights, then the optimizer's state; neither changes if the server is gone."""
+    def _restore(self, call: str, folder: Path, version: int, load_optimizer: Callable[[], None] | None = None) -> None:
+        """Load the weights, then the optimizer's state; neither changes if the server is gone.
+
+        The weights are published as `version`, or as the next one if that is later.
+        """
         self._wake(UsageError("a checkpoint was loaded before optim_step", hint="repeat the passes"))
         self._drop_gradients()  # they belong to the old weights
         with deferred_interrupt():
             try:
-                self.mode.restore(source.folder, version=source.progress.weight_version)
+                self.mode.restore(folder, version=version)
             except BaseException:
                 if self.mode.is_half_written:
                     self._failed = f"policy.{call}"
@@ -930,7 +990,8 @@ class Policy:
                 self.read_state(newest, has_optimizer=True)
             else:
                 self._refuse_several_ranks("resume(OPTIMIZER)", "policy.resume()")
-                self._restore("resume", newest, self._run_folder.checked(newest, optimizer, model=self.model))
+                load = self._run_folder.checked(newest, optimizer, model=self.model)
+                self._restore("resume", newest.folder, newest.progress.weight_version, load)
                 self._num_calls = newest.progress.samples_drawn
             return newest.progress.step
 

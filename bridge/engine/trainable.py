@@ -14,7 +14,7 @@ Shape suffixes: N rows (positions that predict a sampled token).
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -140,19 +140,41 @@ class Trainable:
                     parameter.grad_dtype = None
                     parameter.grad = parameter.grad.float()
 
-    def set_step(self, lr: float | None, max_norm: float | None) -> None:
-        """Set the learning rate and the clipping norm of the following steps; None: the configured value.
+    def set_step(
+        self,
+        lr: float | None,
+        max_norm: float | None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+    ) -> None:
+        """Set the hyperparameters and the clipping norm of the following steps; None: the configured value.
 
         Raises:
-            UsageError: a value is not a positive number.
+            UsageError: a value is out of range.
         """
         base = self.lr if lr is None else number(lr)
-        if not 0 < base < math.inf:
-            raise UsageError(f"lr is {lr!r}, expected a positive number", hint="policy.optim_step(lr=1e-6)")
+        if not 0 <= base < math.inf:
+            raise UsageError(f"lr is {lr!r}, expected a number from 0", hint="policy.optim_step(lr=1e-6)")
         norm = self.choices.max_grad_norm if max_norm is None else number(max_norm)
         if not norm > 0:
             raise UsageError(f"max_norm is {max_norm!r}, expected a number above 0", hint="leave max_norm out")
+        given: Any = betas
+        are_pair = isinstance(given, tuple) and len(given) == 2 and all(0 <= number(beta) < 1 for beta in given)
+        if betas is not None and not are_pair:
+            raise UsageError(
+                f"betas is {betas!r}, expected two numbers from 0 to below 1",
+                hint="policy.optim_step(betas=(0.9, 0.999))",
+            )
+        for name, value in (("eps", eps), ("weight_decay", weight_decay)):
+            if value is not None and not 0 <= number(value) < math.inf:
+                raise UsageError(f"{name} is {value!r}, expected a number from 0", hint=f"leave {name} out")
         self.optimizer.scale_rates(base / self.lr)
+        self.optimizer.replace_hyperparameters(
+            None if betas is None else (number(betas[0]), number(betas[1])),
+            None if eps is None else number(eps),
+            None if weight_decay is None else number(weight_decay),
+        )
         self._max_norm = norm
 
     def exchange(self) -> float:

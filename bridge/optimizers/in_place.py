@@ -48,6 +48,10 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         _check_parameters(self._factors)
         self._rates = [float(group["lr"]) for group in self.param_groups]
         """Each group's learning rate before `scale_rates`."""
+        self._made_with = [
+            {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in self.param_groups
+        ]
+        """Each group's other hyperparameters before `replace_hyperparameters`."""
         self._steps = dict.fromkeys(self._factors, 0)
         """Number of updates of each parameter."""
         self._num_changed: list[Tensor] = []
@@ -66,6 +70,22 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         """Multiply the learning rates that the optimizer was created with; this replaces an earlier factor."""
         for group, rate in zip(self.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
+
+    def replace_hyperparameters(
+        self,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+    ) -> None:
+        """Step all parameters with these from now on; None: with those that the optimizer was made with."""
+        for group, made_with in zip(self.param_groups, self._made_with, strict=True):
+            group.update(made_with)
+            if betas is not None:
+                group["betas"] = betas
+            if eps is not None:
+                group["eps"] = eps / group["factor"]
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay / group["factor"]
 
     @torch.no_grad()
     def step(  # type: ignore[override]

@@ -12,8 +12,10 @@ threshold t, is continuous in all logits z.
 With tensor parallelism each rank has the logits of its own words. The ranks exchange a maximum and four sums per row,
 and sum the gradients of the hidden states.
 
-Shape suffixes: T tokens, N rows (positions that predict a sampled token), H hidden size, V vocabulary, W words of one
-block of the vocabulary.
+A row may have several targets: one product gives the logits of all of them, and only [N, K] numbers are kept.
+
+Shape suffixes: T tokens, N rows (positions that predict a sampled token), K targets of a row, H hidden size, V
+vocabulary, W words of one block of the vocabulary; X: nothing, or K.
 """
 
 from collections.abc import Iterator
@@ -72,22 +74,23 @@ def token_logprobs(
     hidden_NH: Tensor,
     head_VH: Tensor,
     bias_V: Tensor | None,
-    targets_N: Tensor,
+    targets_NX: Tensor,
     by: LogitTransform,
     compiles: bool,
     kept: Kept | None = None,
     words: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
+    """Return float32 log-probabilities of `targets_NX` and the entropies (without gradient), both in nats.
 
     With `compiles`, a block of logits is processed by one kernel forward and one backward, instead of a dozen that each
-    read it. Both results are over the words that were `kept`; None: over all words. `words` are the ones in this rank's
-    head, and all ranks must call this function with the same rows; None: the head has all words.
+    read it; not with several targets of a row. Both results are over the words that were `kept`; None: over all words.
+    `words` are the ones in this rank's head, and all ranks must call this function with the same rows; None: the head
+    has all words.
 
-    Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32.
+    Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32; with [N, K] targets -> [N, K], [N].
     """
     applied: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, bias_V, targets_N, by, compiles, kept, words
+        hidden_NH, head_VH, bias_V, targets_NX, by, compiles, kept, words
     )
     return applied
 
@@ -150,52 +153,56 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH: Tensor,
         head_VH: Tensor,
         bias_V: Tensor | None,
-        targets_N: Tensor,
+        targets_NX: Tensor,
         by: LogitTransform,
         compiles: bool,
         kept: Kept | None,
         words: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
-        targets_N = targets_N if words is None else targets_N - words.start
-        compiles = compiles and len(hidden_NH) > 1  # torch would compile a single row separately
+        targets_NX = targets_NX if words is None else targets_NX - words.start
+        # torch would compile a single row separately, and compare each word with each of several targets
+        compiles = compiles and len(hidden_NH) > 1 and targets_NX.dim() == 1
         maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
         maxima_N = maxima_N if kept is None else kept.thresholds_N
-        sums = _Sums(maxima_N, *torch.zeros_like(maxima_N).repeat(4, 1).unbind())
+        weights_N, products_N, logits_N, counts_N = torch.zeros_like(maxima_N).repeat(4, 1).unbind()
+        if targets_NX.dim() > 1:
+            logits_N = torch.zeros_like(targets_NX, dtype=torch.float32)
+        sums = _Sums(maxima_N, weights_N, products_N, logits_N, counts_N)
         add = _compiled(_added) if compiles else _added
         hidden = _operand(hidden_NH)
         for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
             raw_NW = _multiply(hidden, _operand(head_VH[block]).T)
-            sums = add(sums, raw_NW, bias_W, targets_N - block.start, by, kept)
+            sums = add(sums, raw_NW, bias_W, targets_NX - block.start, by, kept)
         sums = sums if words is None else _over_parts(sums, words.group)
         sums = sums if kept is None else _corrected(sums, kept)
         normalizers_N = sums.maxima_N + sums.weights_N.log()
-        ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, normalizers_N)
+        ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_NX, normalizers_N)
         ctx.by = by
         ctx.compiles = compiles
         ctx.kept = kept
         ctx.words = words
-        logprobs_N = sums.targets_N - normalizers_N
+        logprobs_NX = sums.targets_NX - _beside(normalizers_N, targets_NX)
         entropies_N = normalizers_N - sums.products_N / sums.weights_N
         ctx.mark_non_differentiable(entropies_N)
-        return logprobs_N, entropies_N
+        return logprobs_NX, entropies_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, head_VH, bias_V, targets_N, normalizers_N = ctx.saved_tensors
+    def backward(ctx: Any, gradient_NX: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, head_VH, bias_V, targets_NX, normalizers_N = ctx.saved_tensors
         needs_hidden, needs_head, needs_bias, *_rest = ctx.needs_input_grad
         hidden = _operand(hidden_NH)
         differentiate = _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
-        gradient_N = gradient_N.contiguous()  # a sum's gradient is one expanded number, compiled separately
+        gradient_NX = gradient_NX.contiguous()  # a sum's gradient is one expanded number, compiled separately
         hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         head_gradient_VH = torch.empty_like(head_VH) if needs_head else None
         bias_gradient_V = torch.empty_like(bias_V) if needs_bias else None
         for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
             head = _operand(head_VH[block])
-            targets = targets_N - block.start
+            targets = targets_NX - block.start
             raw_NW = _multiply(hidden, head.T)
             dtype = head.dtype if bias_gradient_V is None else raw_NW.dtype
-            raw_NW = differentiate(raw_NW, bias_W, gradient_N, targets, normalizers_N, ctx.by, dtype, ctx.kept)
+            raw_NW = differentiate(raw_NW, bias_W, gradient_NX, targets, normalizers_N, ctx.by, dtype, ctx.kept)
             if bias_gradient_V is not None:
                 bias_gradient_V[block] = raw_NW.sum(dim=0)
             raw_NW = raw_NW.to(head.dtype)
@@ -216,15 +223,16 @@ class _Sums(NamedTuple):
     maxima_N: Tensor
     weights_N: Tensor
     products_N: Tensor
-    targets_N: Tensor
+    targets_NX: Tensor
+    """Logits of the targets."""
     counts_N: Tensor
     """How many words are above the threshold; 0 if there is no threshold."""
 
 
 def _added(
-    sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_N: Tensor, by: LogitTransform, kept: Kept | None
+    sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_NX: Tensor, by: LogitTransform, kept: Kept | None
 ) -> _Sums:
-    """Add one block's logits to the sums; `targets_N` are relative to the block's first word, and may lie outside."""
+    """Add one block's logits to the sums; `targets_NX` are relative to the block's first word, and may lie outside."""
     logits_NW = by.apply(raw_NW, bias_W)
     maxima_N = torch.maximum(sums.maxima_N, logits_NW.amax(dim=1))
     shrink_N = (sums.maxima_N - maxima_N).exp_()
@@ -234,13 +242,13 @@ def _added(
         dropped_NW = logits_NW < kept.thresholds_N.unsqueeze(1)
         weights_NW = weights_NW.masked_fill_(dropped_NW, 0)
         counts_N = counts_N + (dropped_NW.shape[1] - dropped_NW.sum(dim=1))
-    inside_N, local_N = _within(targets_N, logits_NW.shape[1])
-    found_N = logits_NW.gather(1, local_N.unsqueeze(1)).squeeze(1)
+    inside_NX, local_NX = _within(targets_NX, logits_NW.shape[1])
+    found_NX = logits_NW.gather(1, _columns(local_NX)).view_as(targets_NX)
     return _Sums(
         maxima_N,
         sums.weights_N * shrink_N + weights_NW.sum(dim=1),
         sums.products_N * shrink_N + weights_NW.mul_(logits_NW).sum(dim=1),
-        torch.where(inside_N, found_N, sums.targets_N),
+        torch.where(inside_NX, found_NX, sums.targets_NX),
         counts_N,
     )
 
@@ -249,7 +257,11 @@ def _over_parts(sums: _Sums, group: str) -> _Sums:
     """Return the sums over the words of all parts; a row's target logit is 0 on all parts but the one that has it."""
     maxima_N = reduced(sums.maxima_N, "max", group)
     shrink_N = (sums.maxima_N - maxima_N).exp()
-    shares_4N = torch.stack([sums.weights_N * shrink_N, sums.products_N * shrink_N, sums.targets_N, sums.counts_N])
+    if sums.targets_NX.dim() > 1:
+        targets_NK = reduced(sums.targets_NX, "sum", group)
+        rest = _over_parts(sums._replace(targets_NX=maxima_N), group)
+        return rest._replace(targets_NX=targets_NK)
+    shares_4N = torch.stack([sums.weights_N * shrink_N, sums.products_N * shrink_N, sums.targets_NX, sums.counts_N])
     return _Sums(maxima_N, *reduced(shares_4N, "sum", group).unbind())
 
 
@@ -264,31 +276,45 @@ def _corrected(sums: _Sums, kept: Kept) -> _Sums:
 def _raw_gradient(
     raw_NW: Tensor,
     bias_W: Tensor | None,
-    gradient_N: Tensor,
-    targets_N: Tensor,
+    gradient_NX: Tensor,
+    targets_NX: Tensor,
     normalizers_N: Tensor,
     by: LogitTransform,
     dtype: torch.dtype,
     kept: Kept | None,
 ) -> Tensor:
-    """Return gradient * (onehot(target) - softmax over kept words), taken back through the transform, in `dtype`."""
+    """Return gradient * (onehot(target) - softmax over kept words), taken back through the transform, in `dtype`.
+
+    That of several targets is the sum over them: the softmax times the sum of their gradients.
+    """
     logits_NW = by.apply(raw_NW, bias_W)
+    gradient_N = gradient_NX if gradient_NX.dim() == 1 else gradient_NX.sum(dim=1)
     result_NW = (logits_NW - normalizers_N.unsqueeze(1)).exp_().mul_(-gradient_N.unsqueeze(1))
     if kept is not None:
         result_NW = result_NW.masked_fill_(logits_NW < kept.thresholds_N.unsqueeze(1), 0)
     if torch.compiler.is_compiling():  # scattering would need a separate kernel, and prevent fusion
         words_W = torch.arange(result_NW.shape[1], device=result_NW.device)
-        result_NW = torch.where(words_W == targets_N.unsqueeze(1), result_NW + gradient_N.unsqueeze(1), result_NW)
+        result_NW = torch.where(words_W == targets_NX.unsqueeze(1), result_NW + gradient_N.unsqueeze(1), result_NW)
     else:
-        inside_N, local_N = _within(targets_N, result_NW.shape[1])
-        result_NW.scatter_add_(1, local_N.unsqueeze(1), torch.where(inside_N, gradient_N, 0.0).unsqueeze(1))
+        inside_NX, local_NX = _within(targets_NX, result_NW.shape[1])
+        result_NW.scatter_add_(1, _columns(local_NX), _columns(torch.where(inside_NX, gradient_NX, 0.0)))
     return by.backward(result_NW, logits_NW).to(dtype)
 
 
-def _within(targets_N: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
+def _within(targets_NX: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
     """Return which targets are in a block, and their indices in it (0 for the others)."""
-    inside_N = (targets_N >= 0) & (targets_N < num_words)
-    return inside_N, torch.where(inside_N, targets_N, 0)
+    inside_NX = (targets_NX >= 0) & (targets_NX < num_words)
+    return inside_NX, torch.where(inside_NX, targets_NX, 0)
+
+
+def _columns(of_targets_NX: Tensor) -> Tensor:
+    """Return what each target has as columns: [N] -> [N, 1], [N, K] -> [N, K]."""
+    return of_targets_NX.unsqueeze(1) if of_targets_NX.dim() == 1 else of_targets_NX
+
+
+def _beside(of_rows_N: Tensor, targets_NX: Tensor) -> Tensor:
+    """Return what each row has in a shape that can be subtracted from what each of its targets has."""
+    return of_rows_N if targets_NX.dim() == 1 else of_rows_N.unsqueeze(1)
 
 
 def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:

@@ -1,7 +1,7 @@
 """Pack samples into micro-batches: sequences one after another, without padding, as tensors.
 
 Shape suffixes: S1 spans + 1, T tokens, U keys of all spans (span after span), N rows (positions that predict a sampled
-token).
+token), K targets of a row.
 
 A prompt `p p p` with completion `a b`, and a prompt `q` with completion `c`:
 
@@ -22,6 +22,9 @@ The same with shared prompts, and a third sample: prompt `p p p` with completion
     seen.keys_U  0 1 2 | 0 1 2 3 4 | 0 1 2 5 | 6 7
 
 A token that was not sampled, such as one of a tool's answer, is in tokens_T but has no row.
+
+With targets of its own, a sample says what is scored in each row instead of the next token: one token, which takes its
+place in targets_N, or K of them, which are in `several`.
 """
 
 import math
@@ -73,6 +76,15 @@ class Sample:
     """The experts of each token except the last, prompt included, encoded as in `Completion`; empty: unknown."""
     images: Images | None = None
     """The prompt's images."""
+    targets: tuple[int, ...] | tuple[tuple[int, ...], ...] = ()
+    """Token ids to score instead of each sampled token: one, or K each; empty: the sampled tokens themselves."""
+    target_weights: tuple[tuple[float, ...], ...] = ()
+    """Factor of each of the K targets of each sampled token, such as a teacher's probability; empty: 1."""
+
+    @property
+    def num_targets(self) -> int:
+        """K, the number of targets of each sampled token; 0: they are given one by one, or not at all."""
+        return len(self.targets[0]) if self.targets and isinstance(self.targets[0], tuple) else 0
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], str]:
@@ -104,6 +116,17 @@ class Kept(NamedTuple):
     """How many words were kept."""
 
 
+class Targets(NamedTuple):
+    """Several targets of each row; rows of samples with fewer are filled up with a target of weight 0."""
+
+    ids_NK: Tensor
+    weights_NK: Tensor
+
+    def rows(self, chosen_M: Tensor) -> "Targets":
+        """Return the targets of some rows."""
+        return Targets(self.ids_NK[chosen_M], self.weights_NK[chosen_M])
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Packed sequences: the input of one forward and backward pass; int64 indices, float32 values."""
@@ -117,6 +140,7 @@ class MicroBatch:
     """For each sequence, on the host: its index among the samples packed together."""
     rows_N: Tensor
     targets_N: Tensor
+    """The token that each row predicts, or the first one of its `several`."""
     sequences_N: Tensor
     """The sample of each row, from 0 to num_sequences - 1."""
     sampled_logprobs_N: Tensor
@@ -129,6 +153,9 @@ class MicroBatch:
     experts_TX: Tensor | None = None
     """The experts of each token, layer by layer, as in `routing.py`; None: the routers choose."""
     images: PackedImages | None = None
+    several: Targets | None = None
+    """K targets of each row: log-probabilities are then [N, K]; None: one, and they are [N]. If any sample of those
+    packed together has several, all of their micro-batches have."""
 
     @property
     def num_sequences(self) -> int:
@@ -168,14 +195,19 @@ def packs(
             bins.append(chosen)
         chosen.add(index, sample)
     shares = any(len(group) > 1 for pack in bins for group in pack.groups.values())
-    return _micro_batches([_Layout(samples, list(pack.groups.values()), shares=shares) for pack in bins], device)
+    has_several = any(sample.num_targets for sample in samples)
+    layouts = [_Layout(samples, list(pack.groups.values()), shares=shares, has_several=has_several) for pack in bins]
+    return _micro_batches(layouts, device)
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
     """Return a sort key: the length, then all other training data, so that ties do not depend on the input order."""
     tokens = *sample.prompt, sample.token_ids, sample.sampled or ()
     logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN has no order
-    return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts
+    targets = sample.num_targets, sample.targets, sample.target_weights
+    return (
+        sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts, *targets
+    )  # fmt: skip
 
 
 @dataclass
@@ -202,7 +234,9 @@ class _Bin:
 class _Layout:
     """One micro-batch on the host: the layout of its spans, and its tensors."""
 
-    def __init__(self, samples: Sequence[Sample], indices: Sequence[Sequence[int]], *, shares: bool) -> None:
+    def __init__(
+        self, samples: Sequence[Sample], indices: Sequence[Sequence[int]], *, shares: bool, has_several: bool
+    ) -> None:
         """Lay out the samples with these `indices`; samples of a group share their prompt."""
         self.indices = [*chain.from_iterable(indices)]
         groups = [[samples[index] for index in group] for group in indices]
@@ -216,7 +250,9 @@ class _Layout:
         self.images = Gathered() if any(sample.images for sample in self.samples) else None
         rows = self._rows(groups)
         keys = self._keys if shares else []
-        targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
+        targets = [token for sample in self.samples for token in _first_targets(sample)]
+        self.width = max(1, *(sample.num_targets for sample in self.samples)) if has_several else 0
+        several = [_filled(sample, self.width) for sample in self.samples] if has_several else []
         counts = [sample.num_trained for sample in self.samples]
         is_filtered = any(sample.kept for sample in self.samples)
         kept = [sample.kept or [KEEP_ALL] * sample.num_trained for sample in self.samples] if is_filtered else []
@@ -225,6 +261,7 @@ class _Layout:
             for values in (self._tokens, self._positions, self._starts, self._key_starts, keys, rows, targets)
         ]
         self.integers.append(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
+        self.integers += [torch.from_numpy(np.concatenate([ids for ids, _ in several]))] if has_several else []
         self.floats = [
             torch.from_numpy(np.array(list(chain.from_iterable(values)), dtype=np.float32))
             for values in (
@@ -235,6 +272,7 @@ class _Layout:
                 ((count for _, count in of_sample) for of_sample in kept),
             )
         ]
+        self.floats += [torch.from_numpy(np.concatenate([weights for _, weights in several]))] if has_several else []
         assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))
         starts = self._starts, self._key_starts
         queries, keys = ([end - begin for begin, end in pairwise(of_spans)] for of_spans in starts)
@@ -283,6 +321,24 @@ class _Layout:
         return added
 
 
+def _first_targets(sample: Sample) -> Iterable[int]:
+    """Return the first target of each row."""
+    if sample.num_targets:
+        return [targets[0] for targets in sample.targets if isinstance(targets, tuple)]
+    return sample.targets or of_sampled(sample.token_ids, sample.sampled)  # type: ignore[return-value]
+
+
+def _filled(sample: Sample, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the targets of a sample's rows and their weights, flat; after its own, the first one of weight 0."""
+    own = max(1, sample.num_targets)
+    first_N1 = np.array(_first_targets(sample), dtype=np.int64).reshape(-1, 1)
+    ids_NK = first_N1.repeat(width, axis=1)
+    weights_NK = np.zeros(ids_NK.shape, dtype=np.float32)
+    ids_NK[:, :own] = sample.targets if sample.num_targets else first_N1
+    weights_NK[:, :own] = sample.target_weights or 1.0
+    return ids_NK.reshape(-1), weights_NK.reshape(-1)
+
+
 def _no_experts(groups: Sequence[Sequence[Sample]]) -> NDArray[np.int16] | None:
     """Return an array for the experts of all tokens, filled with `UNKNOWN`; None if no sample has experts."""
     known = next((sample for group in groups for sample in group if sample.experts), None)
@@ -298,7 +354,9 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
     batches = []
     for layout in layouts:
         tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
+        ids = next(integers).view(-1, layout.width) if layout.width else None
         sampled_logprobs_N, advantages_N, weights_N, thresholds_N, counts_N = islice(floats, 5)
+        several = None if ids is None else Targets(ids, next(floats).view(-1, layout.width))
         seen = Attended(keys_U, key_starts_S1.int(), layout.longest_keys) if len(keys_U) else None
         batches.append(
             MicroBatch(
@@ -316,6 +374,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 kept=Kept(thresholds_N, counts_N) if len(thresholds_N) else None,
                 experts_TX=None if layout.experts_TX is None else torch.from_numpy(layout.experts_TX).to(device),
                 images=None if layout.images is None else layout.images.packed(device),
+                several=several,
             )
         )
     return batches

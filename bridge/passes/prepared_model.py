@@ -63,9 +63,10 @@ class PreparedModel:
         return layers.are_compiled(self.model)
 
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the sampled tokens, and the entropies (without gradient), both in nats.
+        """Return the log-probabilities of the targets, and the entropies (without gradient), both in nats.
 
-        Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`. Every rank of a sliced pack gets all rows.
+        Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`; with `several` targets of a row [N, K], [N].
+        Every rank of a sliced pack gets all rows.
         """
         head_VH, bias_V, transform = head_of(self.model, temperature)
         hidden_LH = self.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
@@ -73,9 +74,8 @@ class PreparedModel:
         own = batch if rows is None else rows.own
         hidden_NH = hidden_LH.index_select(0, own.rows_N)
         words = None if self.parallel is None else self.parallel.head_words
-        computed = token_logprobs(
-            hidden_NH, head_VH, bias_V, own.targets_N, transform, self.is_compiled, own.kept, words
-        )
+        targets = own.targets_N if own.several is None else own.several.ids_NK
+        computed = token_logprobs(hidden_NH, head_VH, bias_V, targets, transform, self.is_compiled, own.kept, words)
         return computed if rows is None else rows.of_all(*computed)
 
     def own_hidden(

@@ -10,7 +10,7 @@ full pack's and computes its loss. In the backward pass each rank uses the gradi
 Not covered: attention itself (`attention.py`), checking a model (`parallel_proof.py`).
 Source: the exchange is that of DeepSpeed-Ulysses (arXiv 2309.14509).
 Shape suffixes: C slices, T tokens of the pack, L tokens of a slice, N rows of the pack, M rows in this rank's slice, A
-attention heads, K key-value heads, X any dimensions, D head size, H hidden size.
+attention heads, K key-value heads or targets of a row, X any dimensions, D head size, H hidden size.
 """
 
 import math
@@ -128,19 +128,26 @@ class Rows:
             rows_N=batch.rows_N[own_M] - slices.rank * length,
             targets_N=batch.targets_N[own_M],
             kept=None if batch.kept is None else Kept(*(of_rows_N[own_M] for of_rows_N in batch.kept)),
+            several=None if batch.several is None else batch.several.rows(own_M),
         )
         """The pack with only the rows of this rank's slice, as indices in that slice."""
 
     def of_all(self, logprobs_M: Tensor, entropies_M: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies (without gradient) of all ranks' rows: [M] x 2 -> [N] x 2.
 
-        All ranks compute the same loss from the result, so in the backward pass each uses the gradient of its own rows.
+        Several targets of a row are [M, K] -> [N, K]. All ranks compute the same loss from the result, so in the
+        backward pass each uses the gradient of its own rows.
         """
         most = max(self._counts)
-        own_2 = _padded(torch.stack([logprobs_M, entropies_M], dim=1), most, 0)
+        if logprobs_M.dim() > 1:
+            own_MX = torch.cat([logprobs_M, entropies_M.unsqueeze(1)], dim=1)
+        else:
+            own_MX = torch.stack([logprobs_M, entropies_M], dim=1)
+        own_2 = _padded(own_MX, most, 0)
         by_rank = zip(_joined(own_2, self._slices).split(most), self._counts, strict=True)
         both_N2 = torch.cat([of_rank[:count] for of_rank, count in by_rank])[self._order_N.argsort()]
-        return both_N2[:, 0], both_N2[:, 1].detach()
+        logprobs = both_N2[:, :-1] if logprobs_M.dim() > 1 else both_N2[:, 0]
+        return logprobs, both_N2[:, -1].detach()
 
 
 def cut(model: PreTrainedModel, group: Ranks) -> Slices:

@@ -204,7 +204,7 @@ def test_a_step_needs_gradients(policy: bridge.Policy, groups: list[Group]) -> N
     with pytest.raises(UsageError, match="there are no gradients"):
         policy.optim_step()
     policy.forward_backward(bridge.samples(groups))
-    for wrong in (0.0, -1.0, math.nan, math.inf):
+    for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(UsageError, match="lr is"):
             policy.optim_step(lr=wrong)
     with pytest.raises(UsageError, match="max_norm is"):
@@ -656,3 +656,171 @@ def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path, monkeypatch: 
                     policy.load_state(saved, has_optimizer=False)
                 assert equal(weights(policy), before)
                 assert policy.version == version
+
+
+def given_targets() -> list[bridge.Sample]:
+    """Return samples whose targets are not their next tokens: three of each token, one, and one of weight 0."""
+    fixed: dict[str, Any] = {
+        "prompt_token_ids": (5, 6, 7),
+        "token_ids": (8, 9),
+        "sampled_logprobs": (math.nan, math.nan),
+    }
+    fixed |= {"advantages": (0.0, 0.0), "weight": 1.0}
+    several: dict[str, Any] = {
+        "targets": ((20, 21, 22), (23, 24, 25)),
+        "target_weights": ((0.5, 0.25, 0.25), (0.0, 0.0, 0.0)),
+    }
+    return [
+        bridge.Sample(**fixed | several),
+        bridge.Sample(**fixed | {"token_ids": (8, 9, 10), "targets": (30, 31, 0)} | of_length(3)),
+        bridge.Sample(**fixed | {"prompt_token_ids": (5,), "targets": (40, 41), "weight": 0.0}),
+    ]
+
+
+def of_length(length: int) -> dict[str, Any]:
+    return {"sampled_logprobs": (math.nan,) * length, "advantages": (0.0,) * length}
+
+
+def cross_entropy(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+    assert batch.several is not None
+    return -(logprobs * batch.several.weights_NK * batch.weights_N.unsqueeze(1)).sum()
+
+
+@pytest.mark.parametrize("tokens", [None, 6], ids=["one pass", "many passes"])
+def test_targets_are_scored_in_the_callers_order(toy: toy_server.ToyServer, tmp_path: Path, tokens: int | None) -> None:
+    """bf16 against float64: values within 0.03 nats, gradients in the same direction."""
+    samples = given_targets()
+    exact = toy.reference.double()
+    compute = bridge.ComputeConfig(micro_batch_tokens=tokens)
+    choices = {**CHOICES, "sampling": bridge.SamplingConfig(temperature=1.0)}
+    with toy_server.attach(toy.manifest, tmp_path, compute=compute, **choices) as policy:
+        passes = policy.forward_backward(samples, cross_entropy)
+        ours = {name: p.grad.double() for name, p in policy.model.named_parameters() if p.grad is not None}
+    assert [tuple(of_sample.shape) for of_sample in passes.logprobs] == [(2, 3), (3,), (2,)]
+    for one, found in zip(samples, passes.logprobs, strict=True):
+        ids = torch.tensor([[*one.prompt_token_ids, *one.token_ids]])
+        rows = exact(input_ids=ids).logits[0, len(one.prompt_token_ids) - 1 : -1]
+        targets = torch.tensor(one.targets).view(len(rows), -1)
+        expected = rows.log_softmax(-1).gather(1, targets)
+        torch.testing.assert_close(found.view_as(expected).double(), expected.detach(), atol=0.03, rtol=0)
+        (-(expected * torch.tensor(one.target_weights or [[1.0]]) * one.weight).sum()).backward()
+    for name, parameter in exact.named_parameters():
+        assert parameter.grad is not None
+        assert torch.cosine_similarity(ours[name].flatten(), parameter.grad.flatten(), dim=0) > 0.999, name
+    assert "mismatch_kl" not in passes.metrics or math.isnan(passes.metrics["mismatch_kl"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"targets": (1,)}, "2 sampled tokens and 1 targets"),
+        ({"targets": (1, 300_000)}, "token id 300000"),
+        ({"targets": ((1, 2), (3, 400_000))}, "token id 400000"),
+        ({"targets": ((1, 2), (3,))}, "between 1 and 2 targets"),
+        ({"targets": ((), ())}, "between 0 and 0 targets"),
+        ({"targets": [1, 2]}, "as targets, expected a tuple"),
+        ({"targets": (), "target_weights": ((1.0,), (1.0,))}, "no targets"),
+        ({"targets": (1, 2), "target_weights": ((1.0,), (1.0,))}, "one target of each token"),
+        ({"targets": ((1, 2), (3, 4)), "target_weights": ((1.0, 1.0),)}, "another shape than its 2 x 2"),
+        ({"targets": ((1, 2), (3, 4)), "target_weights": ((1.0, 1.0), (math.nan, 1.0))}, "weight of nan"),
+    ],
+)
+def test_unusable_targets_are_refused(policy: bridge.Policy, changes: dict[str, Any], words: str) -> None:
+    one = replace(given_targets()[2], **changes)
+    with pytest.raises(UsageError, match=words):
+        policy.forward_backward([one], cross_entropy)
+
+
+def test_ratios_to_several_targets_are_refused(policy: bridge.Policy) -> None:
+    with pytest.raises(UsageError, match="sample 0 has several targets of each token, and loss is a LossConfig"):
+        policy.forward_backward(given_targets())
+
+
+def test_a_forward_leaves_gradients_and_computes_the_same(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+    passes = policy.forward_backward(samples)
+    before = gradients(policy)
+    alone = policy.forward(samples)
+    assert equal(gradients(policy), before)
+    assert equal(alone.logprobs, passes.logprobs)
+    assert alone.metrics == passes.metrics
+    policy.optim_step()
+    assert policy.version == 1
+    constant = policy.forward(samples[:1], lambda logprobs, _: logprobs.new_tensor(3.0))
+    assert constant.metrics["loss"] == 3.0
+    with pytest.raises(UsageError, match="there are no gradients"):
+        policy.optim_step()
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_each_step_has_its_own_hyperparameters(policy: bridge.Policy, groups: list[Group], factor: float) -> None:
+    """Against torch's AdamW on float32 copies, whose hyperparameters change with the steps."""
+    parameters = [*policy.parameters()]
+    exact = [parameter.detach().float().requires_grad_() for parameter in parameters]
+    torchs = torch.optim.AdamW(exact, lr=1.0)
+    steps: list[dict[str, Any]] = [
+        {"lr": 1e-2 * factor, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0},
+        {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-3, "weight_decay": 0.5},
+        {"lr": 0.0, "betas": (0.5, 0.9), "eps": 1e-8, "weight_decay": 0.1},
+    ]
+    for chosen in steps:
+        policy.forward_backward(bridge.samples(groups))
+        for parameter, copy in zip(parameters, exact, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+        torchs.param_groups[0].update(chosen)
+        torchs.step()
+        policy.optim_step(max_norm=math.inf, **chosen)
+        for parameter, copy in zip(parameters, exact, strict=True):
+            torch.testing.assert_close(parameter.float(), copy, rtol=2**-8, atol=1e-6)
+    policy.forward_backward(bridge.samples(groups))
+    policy.optim_step()
+    group = policy.trainable.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (LR, (0.9, 0.999), 1e-8, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"betas": (0.9, 1.0)}, "betas is"),
+        ({"betas": 0.9}, "betas is"),
+        ({"eps": -1.0}, "eps is -1.0, expected a number from 0"),
+        ({"weight_decay": math.inf}, "weight_decay is inf"),
+        ({"weight_decay": "much"}, "weight_decay is 'much'"),
+    ],
+)
+def test_hyperparameters_out_of_range_change_nothing(
+    policy: bridge.Policy, groups: list[Group], changes: dict[str, Any], words: str
+) -> None:
+    policy.forward_backward(bridge.samples(groups))
+    with pytest.raises(UsageError, match=words):
+        policy.optim_step(**changes)
+    assert "pause" not in calls(policy)
+    policy.optim_step()
+
+
+def test_loaded_weights_start_the_optimizer_anew(
+    policy: bridge.Policy, toy: toy_server.ToyServer, groups: list[Group], tmp_path: Path
+) -> None:
+    samples = bridge.samples(groups)
+    before = weights(policy)
+    policy.train_step(samples)
+    expected = weights(policy)
+    saved = policy.save(tmp_path / "saved")
+    policy.train_step(samples)
+    policy.load(toy.manifest.model)
+    assert equal(weights(policy), before)
+    assert policy.version == 3
+    policy.train_step(samples)
+    assert equal(weights(policy), expected)
+    policy.load(saved)
+    assert equal(weights(policy), expected)
+    (saved / "config.json").unlink()
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(UsageError):
+        policy.load(saved)
+    assert equal(weights(policy), expected)
+
+
+def test_a_policy_names_its_model_and_longest_sequence(policy: bridge.Policy, toy: toy_server.ToyServer) -> None:
+    assert policy.model_name == toy.manifest.model
+    assert policy.max_model_len == toy.manifest.max_model_len

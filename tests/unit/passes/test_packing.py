@@ -72,6 +72,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "kept": None,
         "experts_TX": None,
         "images": None,
+        "several": None,
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert len(batch.tokens_T) == 7
@@ -97,6 +98,7 @@ def test_a_shared_prompt_is_packed_once() -> None:
         "kept": None,
         "experts_TX": None,
         "images": None,
+        "several": None,
     }
     assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11
