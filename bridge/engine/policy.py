@@ -562,6 +562,13 @@ class Policy:
             self._wake(error)
             raise
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients that no step has taken."""
+        self._refuse_to_write()
+        with self._alone("drop_gradients"):
+            self._wake(UsageError("the gradients were dropped", hint="repeat the passes"))
+            self._drop_gradients()
+
     def optim_step(
         self,
         *,

@@ -31,6 +31,7 @@ SURFACE = {
     "serve": ("(model, *vllm_flags, sampling, compute, optimizer, loss, lora, publishing, seed, run_dir, **choices)"),
     "Policy.close": "(self)",
     "Policy.device": "",
+    "Policy.drop_gradients": "(self)",
     "Policy.encode": "(self, prompt, completion, *, weight)",
     "Policy.forward": "(self, samples, loss, *, are_own)",
     "Policy.forward_backward": "(self, samples, loss, *, old_logprobs, are_own)",

@@ -824,3 +824,11 @@ def test_loaded_weights_start_the_optimizer_anew(
 def test_a_policy_names_its_model_and_longest_sequence(policy: bridge.Policy, toy: toy_server.ToyServer) -> None:
     assert policy.model_name == toy.manifest.model
     assert policy.max_model_len == toy.manifest.max_model_len
+
+
+def test_dropped_gradients_are_no_part_of_a_step(policy: bridge.Policy, groups: list[Group]) -> None:
+    policy.forward_backward(bridge.samples(groups)[:8])
+    policy.drop_gradients()
+    assert gradients(policy) == []
+    with pytest.raises(UsageError, match="there are no gradients"):
+        policy.optim_step()
