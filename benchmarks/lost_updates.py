@@ -41,7 +41,6 @@ REFERENCE, PLAIN = "float32 master", "bf16"
 OURS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {},
     "adamw, offloaded": {"offload_optimizer": True},
-    "adamw-bf16": {"optimizer": "adamw-bf16"},
     "adamw-8bit": {"optimizer": "adamw-8bit"},
     "adamw-4bit": {"optimizer": "adamw-4bit"},
 }
@@ -55,7 +54,7 @@ class Rival(InPlaceOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], choices: OptimizerConfig, *, has_masters: bool) -> None:
         groups = list(groups)
-        betas = choices.beta1, 0.999 if choices.beta2 is None else choices.beta2
+        betas = choices.beta1, choices.beta2
         super().__init__(groups, betas=betas)
         self._live = [parameter for group in groups for parameter in group["params"]]
         self._stepped = [p.detach().float().clone() if has_masters else p for p in self._live]

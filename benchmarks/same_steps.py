@@ -139,7 +139,7 @@ TRAIN = {
         " --micro-batch-tokens 128"
     ),
     "adamw-4bit": Scenario(flags="--optimizer adamw-4bit --gradient-checkpointing --mismatch mask --mask-truncated"),
-    "gradient release": Scenario(flags="--optimizer adamw-bf16 --gradient-release"),
+    "gradient release": Scenario(flags="--gradient-release"),
     "offload": Scenario(flags="--offload-optimizer --gradient-release"),
     "resume": Scenario(steps=4, stop_after=2),
     "grpo": Scenario(flags="--loss grpo --passes-per-batch 2"),

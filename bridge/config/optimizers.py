@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
-OptimizerName = Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"]
+OptimizerName = Literal["adamw", "adamw-8bit", "adamw-4bit"]
 SCALE_BYTES = 4
 """Size of a block's float32 scale."""
 BLOCK_OF_8_BIT, BLOCK_OF_4_BIT = 256, 128
@@ -27,13 +27,10 @@ class OptimizerSpec:
     """Whether `--offload-optimizer` moves its state to host memory; otherwise it stays beside the weights."""
     has_master: bool = True
     """Whether a bf16 weight has a remainder of a float32 master; otherwise it is rounded stochastically."""
-    beta2: float = 0.999
-    """Default decay of the second moment."""
 
 
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw": OptimizerSpec(state_bytes=2 * 4, can_offload=True),
-    "adamw-bf16": OptimizerSpec(state_bytes=2 * 2, beta2=0.99),
     "adamw-8bit": OptimizerSpec(state_bytes=2 * (1 + SCALE_BYTES / BLOCK_OF_8_BIT)),
     "adamw-4bit": OptimizerSpec(state_bytes=2 * (0.5 + SCALE_BYTES / BLOCK_OF_4_BIT), has_master=False),
 }

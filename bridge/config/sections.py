@@ -127,7 +127,7 @@ class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", 
     """The optimizer and the updates that it takes on each batch."""
 
     name: OptimizerName = declare("adamw", position=1)
-    """AdamW with moments in float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
+    """AdamW with moments in float32, 8 or 4 bits; all but the last keep an exact float32 master."""
     lr: float | None = declare(None, gt=0, borrowed=("learning_rate",))
     """Learning rate (default: 1e-6, or 1e-5 for an adapter)."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
@@ -138,8 +138,8 @@ class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", 
     """Decoupled weight decay of all trained parameters, including norms and biases."""
     beta1: float = declare(0.9, ge=0, lt=1, borrowed=("adam_beta1",))
     """Decay of the first moment."""
-    beta2: float | None = declare(None, ge=0, lt=1, borrowed=("adam_beta2",))
-    """Decay of the second moment (default: 0.999, or 0.99 with bf16 moments, which cannot decay more slowly)."""
+    beta2: float = declare(0.999, ge=0, lt=1, borrowed=("adam_beta2",))
+    """Decay of the second moment."""
     max_grad_norm: float = declare(1.0, gt=0, borrowed=("grad_clip", "clip_grad"))
     """Clip gradients to this global norm."""
     updates_per_batch: int = Field(default=1, ge=1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from bridge.config import OptimizerConfig
-from bridge.config.optimizers import OPTIMIZERS, OptimizerName
+from bridge.config.optimizers import OptimizerName
 from bridge.errors import UsageError
 from bridge.optimizers.gradient_hooks import NOTHING, Replicated
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
@@ -31,8 +31,7 @@ def make(
     replicated: Replicated = NOTHING,
 ) -> InPlaceOptimizer:
     """Return the optimizer for groups from `scaled_group`; `ranks` share its work."""
-    beta2 = OPTIMIZERS[choices.name].beta2 if choices.beta2 is None else choices.beta2
-    shared: dict[str, Any] = {"betas": (choices.beta1, beta2), "ranks": ranks, "replicated": replicated}
+    shared: dict[str, Any] = {"betas": (choices.beta1, choices.beta2), "ranks": ranks, "replicated": replicated}
     if choices.offload:
         return OffloadedAdamW(groups, streams=choices.gradient_release, **shared)
     return SplitMasterAdamW(groups, kind=KINDS[choices.name], seed=seed, **shared)

@@ -1,4 +1,4 @@
-"""How AdamW's two moments are stored: as float32, bf16, or 8-bit or 4-bit codes with a float32 scale per block.
+"""How AdamW's two moments are stored: as float32, or 8-bit or 4-bit codes with a float32 scale per block.
 
 Rounding is stochastic wherever a value would otherwise get stuck. The random bits are a hashed counter, a function of
 (seed, step, index): they need no state, are the same after a resume, and compile into the kernel that uses them.
@@ -52,23 +52,21 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class PlainMoments:
-    """Moments stored in a floating-point dtype."""
+    """Moments stored in float32."""
 
-    dtype: torch.dtype
-    """Their dtype. In bf16 a second moment cannot decrease if beta2 is above 0.99."""
     block: int = BLOCK_OF_8_BIT
     by_chance: bool = False
 
     @property
     def parts(self) -> Mapping[str, StateTensor]:
-        return {FIRST: StateTensor(self.dtype), SECOND: StateTensor(self.dtype)}
+        return {FIRST: StateTensor(torch.float32), SECOND: StateTensor(torch.float32)}
 
     def decode(self, state: State) -> tuple[Tensor, Tensor]:
-        return state[FIRST].float(), state[SECOND].float()
+        return state[FIRST], state[SECOND]
 
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:  # noqa: ARG002
-        """Round both moments to nearest; only `QuantizedMoments` uses the random bits."""
-        return {FIRST: first_RB.to(self.dtype), SECOND: second_RB.to(self.dtype)}
+        """Keep both moments unchanged; only `QuantizedMoments` uses the random bits."""
+        return {FIRST: first_RB, SECOND: second_RB}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +117,7 @@ class QuantizedMoments:
 
 
 Moments = PlainMoments | QuantizedMoments
-FLOAT32 = PlainMoments(torch.float32)
-BFLOAT16 = PlainMoments(torch.bfloat16)
+FLOAT32 = PlainMoments()
 EIGHT_BIT = QuantizedMoments(bits=8, block=BLOCK_OF_8_BIT, first_power=4, second_power=8)
 FOUR_BIT = QuantizedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_power=2)
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from bridge.config.optimizers import OPTIMIZERS, OptimizerName
 from bridge.optimizers.moments import (
-    BFLOAT16,
     EIGHT_BIT,
     FLOAT32,
     FOUR_BIT,
@@ -55,7 +54,6 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "adamw": Kind(name="adamw", moments=FLOAT32),
-    "adamw-bf16": Kind(name="adamw-bf16", moments=BFLOAT16),
     "adamw-8bit": Kind(name="adamw-8bit", moments=EIGHT_BIT),
     "adamw-4bit": Kind(name="adamw-4bit", moments=FOUR_BIT),
 }

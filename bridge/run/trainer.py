@@ -251,13 +251,12 @@ class Run:
         directory.record(f"training {self._config.model_name} by --mode {self._config.mode}: {steps}")
 
     def _settled(self) -> TrainConfig:
-        """Return the configuration with defaults resolved that depend on the loss and the optimizer."""
+        """Return the configuration with defaults resolved that depend on the loss."""
         config = self._config.settled()
         spec = self._learner.spec
         parts = () if config.loss.is_own else LOSS_PARTS
         chosen = {part: value for part in parts if (value := getattr(spec, part)) != math.inf}
-        betas = self._learner.optimizer.param_groups[0].get("betas") or (None, None)
-        return config.changed(**chosen, beta2=config.optimizer.beta2 if betas[1] is None else betas[1])
+        return config.changed(**chosen)
 
     def _open_stream(self) -> Stream:
         """Open the source of rollouts that --rollouts names."""

@@ -66,7 +66,7 @@ HOSTS = "--hosts 2 --rendezvous "
         ("7B", "80", "", "--optimizer adamw-8bit"),
         ("14B", "80", "", "--offload-optimizer"),
         ("7B", "21", "", "--mode lora_only --kv-sleep always"),
-        ("1.5B", "24", "", "--optimizer adamw-bf16"),
+        ("1.5B", "24", "", "--optimizer adamw-8bit"),
         ("14B", "126", "--optimizer adamw-8bit", "--optimizer adamw-8bit --kv-sleep always"),
         ("7B", "24", "--tensor-parallel-size 2", "--offload-optimizer --tensor-parallel-size 2"),
         ("7B", "139.8", "--mode shared_vllm --optimizer adamw-8bit --batch-size 128 --kv-sleep never",
@@ -134,7 +134,7 @@ def test_weights_are_sent_from_another_gpu_than_the_servers(plan: Planned) -> No
         ("--optimizer adamw-4bit", {"adamw-4bit", "adamw-4bit, released", "memory", "disk"}),
         ("--mode lora_only --tensor-parallel-size 2", {"memory"}),
         ("--mode shared_vllm --gpus 4 --gradient-release",
-         {f"{name}, released" for name in ("adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit")}),
+         {f"{name}, released" for name in ("adamw", "adamw-8bit", "adamw-4bit")}),
     ],
 )  # fmt: skip
 def test_given_choices_narrow_the_list(plan: Planned, given: str, rows: set[str]) -> None:
@@ -187,7 +187,7 @@ def test_table_has_80_columns(
         assert max(map(len, table)) <= 80, max(table, key=len)
         assert "…" not in shown
         assert "estimated from its dimensions" in shown
-        assert sum("adamw-bf16, released" in line for line in table) == 3
+        assert sum("adamw-8bit, released" in line for line in table) == 3
 
 
 def test_float32_sums_are_explained_and_not_counted(plan: Planned, page: Callable[..., str]) -> None:

@@ -124,7 +124,7 @@ def train_real(config: TrainConfig, *, replays: bool = False) -> None:
 @pytest.mark.parametrize(
     ("family", "choices", "replays"),
     [
-        ("Llama 3, 3.1", {"optimizer": "adamw-bf16"}, False),
+        ("Llama 3, 3.1", {}, False),
         ("Llama 3, 3.1", {"gradient_checkpointing": True, "optimizer": "adamw-8bit", "temperature": 0.7}, False),
         ("Llama 3, 3.1", {"mode": "lora_only", "lora_r": 8, "offload_optimizer": False}, False),
         ("Qwen3-MoE", {}, False),

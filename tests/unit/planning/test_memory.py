@@ -30,7 +30,6 @@ def need_of(
 
 TABLE: dict[tuple[str, bool, bool], dict[str, tuple[float, float | None]]] = {
     ("adamw", False, False): {"7B": (99, 389), "14B": (193, None), "32B": (427, None)},
-    ("adamw-bf16", False, False): {"7B": (71, 920), "14B": (138, None)},
     ("adamw-8bit", False, False): {"7B": (57, 1180), "14B": (110, 52)},
     ("adamw", True, False): {"7B": (28, 1690), "14B": (55, 355)},
     ("adamw", True, True): {"7B": (15, 1970), "14B": (29, 498), "32B": (63, 236)},
@@ -163,12 +162,12 @@ def test_kv_cache_sleeps_if_it_fits_only_then() -> None:
 
 
 def test_lacking_bytes_would_make_it_fit() -> None:
-    need = need_of("14B", optimizer="adamw-bf16")
+    need = need_of("14B", optimizer="adamw")
     lacking = fit(need).lacking
-    assert 8 * GIB < lacking < 11 * GIB
-    more = need_of("14B", optimizer="adamw-bf16", gpu_bytes=need.gpu + lacking + 1)
+    assert 64 * GIB < lacking < 65 * GIB
+    more = need_of("14B", optimizer="adamw", gpu_bytes=need.gpu + lacking + 1)
     assert fit(more).lacking == 0
-    assert fit(need_of("14B", optimizer="adamw-bf16", gpu_bytes=need.gpu + lacking - GIB)).lacking > 0
+    assert fit(need_of("14B", optimizer="adamw", gpu_bytes=need.gpu + lacking - GIB)).lacking > 0
 
 
 def test_kv_sleep_is_obeyed_where_the_cache_can_sleep() -> None:

@@ -60,7 +60,6 @@ def test_an_adapter_leaves_more_and_a_second_copy_less(
     ("choices", "needs"),
     [
         ({}, 87),
-        ({"optimizer": "adamw-bf16"}, 59),
         ({"optimizer": "adamw-8bit"}, 45),
         ({"offload_optimizer": True}, 16),
         ({"offload_optimizer": True, "gradient_release": True}, 3),

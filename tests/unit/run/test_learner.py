@@ -703,7 +703,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw-8bit", "adamw-4bit"])
 def test_released_gradients_make_the_same_weights(groups: list[Group], kind: str, dtype: torch.dtype) -> None:
     straight, model = base(dtype=dtype), base(dtype=dtype)
     choices: dict[str, Any] = {"optimizer": kind, "updates_per_batch": 2}
@@ -796,7 +796,7 @@ def test_gradients_summed_on_the_host_take_several_passes(
 
 
 KINDS = [
-    *({"optimizer": kind} for kind in ("adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit")),
+    *({"optimizer": kind} for kind in ("adamw", "adamw-8bit", "adamw-4bit")),
     {"offload_optimizer": True},
 ]
 

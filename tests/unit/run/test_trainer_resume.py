@@ -87,7 +87,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(running: Running, dropout: f
     "choices",
     [
         {"updates_per_batch": 2, "passes_per_batch": 2, "lr_scheduler_type": "cosine", "warmup_steps": 1},
-        {"optimizer": "adamw-bf16"},
+        {"gradient_release": True},
         {"optimizer": "adamw-8bit", "gradient_release": True, "lr_scheduler_type": "linear"},
         {"optimizer": "adamw-4bit"},
         {"offload_optimizer": True},

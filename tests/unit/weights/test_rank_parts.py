@@ -201,7 +201,7 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("kind", ["adamw", "adamw-bf16", OFFLOADED])
+@pytest.mark.parametrize("kind", ["adamw", OFFLOADED])
 def test_parts_are_stepped_as_the_whole_is_to_the_bit(kind: str, num_replicas: int) -> None:
     whole = stepped(ALONE, kind, num_replicas)
     for mine in on_ranks(NUM_PARTS * num_replicas, stepped, kind, num_replicas, tp_size=NUM_PARTS):
