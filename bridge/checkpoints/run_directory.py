@@ -50,8 +50,6 @@ class RunDirectory:
     path: Path
     made: tuple[Path, ...] = ()
     """The folders that were made for it, innermost first."""
-    chosen: TrainConfig | None = None
-    """The user's own choices, if the configuration also has derived values."""
     is_writer: bool = True
     """False on every rank but the first: it writes nothing."""
 

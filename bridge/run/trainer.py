@@ -67,8 +67,9 @@ def restarting_the_server(operation: Callable[..., Result]) -> Callable[..., Res
 class Run:
     """One training run, up to step `config.training_steps`.
 
-    `environment` has the problems; None if rollouts come from elsewhere. `process` is the server, if this run started
-    it. `resume` is the checkpoint to resume from. `ranks` are the processes that train together.
+    `environment` has the problems; None if rollouts come from elsewhere. `chosen` is what the user chose, if `config`
+    also has derived values. `process` is the server, if this run started it. `resume` is the checkpoint to resume from.
+    `ranks` are the processes that train together.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class Run:
         directory: RunDirectory,
         reporter: Reporter,
         *,
+        chosen: TrainConfig | None = None,
         process: ServerProcess | None = None,
         resume: SavedCheckpoint | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._chosen = directory.chosen or config
+        self._chosen = chosen or config
         self._config = config.changed(save_path=config.checkpoints.save_path or directory.checkpoints)
         self._environment = environment
         self._directory = directory

@@ -138,10 +138,13 @@ class Launch:
             world.barrier()  # the others join the run directory
         try:
             with self.servers.serving(world, config.sampling, run) as server:
-                train_on(server, config, environment, run, resume=resume, ranks=world, as_json=self.as_json)
+                train_on(
+                    server, config, environment, run,
+                    chosen=chosen, resume=resume, ranks=world, as_json=self.as_json,
+                )  # fmt: skip
         finally:
             if world.is_rank_zero:
-                print_ending(run, config.checkpoints)
+                print_ending(run, config.checkpoints, config.way, config.training_steps)
 
     def _open(self, environment: Environment | None) -> Opened:
         """Open the run, and check all that can be known before vLLM starts; on the first rank."""
@@ -180,16 +183,20 @@ def train_on(
     environment: Environment | None,
     run: RunDirectory,
     *,
+    chosen: TrainConfig | None = None,
     resume: "SavedCheckpoint | None",
     ranks: "Ranks",
     as_json: bool,
 ) -> "Summary":
-    """Train on a server, print one line per step, and write everything to `run`."""
+    """Train on a server, print one line per step, and write everything to `run`.
+
+    `chosen` is what the user chose, if `config` also has derived values.
+    """
     from bridge.run import reporting
     from bridge.run.trainer import Run
 
     config = config.changed(**server.choices)
-    run_of = partial(Run, config, environment, run, process=server.process, resume=resume, ranks=ranks)
+    run_of = partial(Run, config, environment, run, chosen=chosen, process=server.process, resume=resume, ranks=ranks)
     if not ranks.is_rank_zero:
         with console.printing_only(*console.OF_STARTS):  # the first rank prints the rest
             return run_of(reporting.Reporter()).train()

@@ -60,7 +60,7 @@ def open_run(
         console.note(f"resuming after step {checkpoint.progress.step} from {checkpoint.folder}")
     elif config.resume:
         console.note(f"no checkpoint to resume from in {folder or RUNS}: starting at step 1")
-    directory = dataclasses.replace(run, made=(*run.made, *made), chosen=config)
+    directory = dataclasses.replace(run, made=(*run.made, *made))
     if (own_rank := OWN_RANK.get()) is not None:
         own_rank.keep(run.path)
     return config.changed(run_dir=run_dir, save_path=folder or run.checkpoints), directory, checkpoint

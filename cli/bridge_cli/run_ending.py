@@ -14,15 +14,19 @@ if TYPE_CHECKING:
     from bridge.config import CheckpointConfig
 
 
-def print_ending(run: "RunDirectory", checkpoints: "CheckpointConfig") -> None:
-    """Print where the checkpoint is and how to resume; nothing if no step was taken."""
+def print_ending(
+    run: "RunDirectory", checkpoints: "CheckpointConfig", way: tuple[str, str], training_steps: int
+) -> None:
+    """Print where the checkpoint is and how to resume; nothing if no step was taken.
+
+    The run publishes in this `way`, and was to take `training_steps`.
+    """
     from bridge.checkpoints import checkpoint
     from bridge.modes import WAYS
 
     if not run.metrics.exists():
         return
-    assert run.chosen is not None, "it was opened"
-    prefix, num_steps = WAYS[run.chosen.way].checkpoint_prefix, run.chosen.training_steps
+    prefix = WAYS[way].checkpoint_prefix
     saved = checkpoint.numbered(checkpoints.save_path or run.checkpoints, prefix)
     complete = [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]
     if complete:
@@ -30,9 +34,9 @@ def print_ending(run: "RunDirectory", checkpoints: "CheckpointConfig") -> None:
         console.note(f"checkpoint: {saved[last]}")
         if checkpoints.save_optimizer:
             arguments = ARGUMENTS.get()
-            if last < num_steps:
+            if last < training_steps:
                 console.note(f"resume:     {resume_command(arguments, run.path)}")
             else:  # all steps were taken
-                further = last + num_steps
+                further = last + training_steps
                 console.note(f"longer:     {resume_command(arguments, run.path, training_steps=further)}")
     console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")

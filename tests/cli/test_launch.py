@@ -60,20 +60,30 @@ def launched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: RecordedServers, *, layout: RankLayout | None = None
 ) -> list[str]:
     """Launch a job that trains by writing one line of metrics, and return what was done."""
+    given = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
 
-    def train_on(server: ReplicaServer, config: TrainConfig, environment: None, run: RunDirectory, **_: Any) -> None:
+    def train_on(
+        server: ReplicaServer,
+        config: TrainConfig,
+        environment: None,
+        run: RunDirectory,
+        *,
+        chosen: TrainConfig,
+        **_: Any,
+    ) -> None:
+        assert chosen is given
+        assert config.checkpoints.save_path == run.checkpoints
         run.append(metrics(1))
         servers.step("train")
 
-    def print_ending(run: RunDirectory, _: object) -> None:
+    def print_ending(run: RunDirectory, *_: object) -> None:
         servers.step("print the ending")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "train_on", train_on)
     monkeypatch.setattr(launch, "print_ending", print_ending)
-    config = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
     with contextlib.suppress(KeyboardInterrupt, RuntimeError, UsageError):
-        Launch(config=config, servers=servers, layout=layout, as_json=False).start()
+        Launch(config=given, servers=servers, layout=layout, as_json=False).start()
     return servers.steps
 
 

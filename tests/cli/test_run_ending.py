@@ -1,6 +1,5 @@
 """The last lines of a run: its checkpoint, and commands that can be pasted."""
 
-import dataclasses
 import shlex
 from pathlib import Path
 
@@ -22,8 +21,7 @@ COMMAND = ("run", "--model", "my model", "--training_steps=9", "--resume", "--ru
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.chdir(tmp_path)
     command_line.ARGUMENTS.set((*COMMAND, "--", "--max-num-seqs", "4"))
-    chosen = TrainConfig.of(model_name="m", training_steps=9)
-    return dataclasses.replace(RunDirectory.create(Path("runs/a b"), environment="arithmetic"), chosen=chosen)
+    return RunDirectory.create(Path("runs/a b"), environment="arithmetic")
 
 
 def save(run: RunDirectory, step: int) -> None:
@@ -33,7 +31,8 @@ def save(run: RunDirectory, step: int) -> None:
 
 
 def ending_lines(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    print_ending(run, CheckpointConfig())
+    config = TrainConfig.of(model_name="m")
+    print_ending(run, CheckpointConfig(), config.way, 9)
     return capsys.readouterr().err.splitlines()
 
 
