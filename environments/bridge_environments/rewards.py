@@ -2,9 +2,10 @@ r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
 counts, and none inside `<think>...</think>`. A heading such as `#### Answer` above other text is no mark. math-verify
-decides what is equal, by its defaults, but for small numbers (`_is_equal`), emphasis, words behind a number, mixed
-numbers, thousands separators and scientific notation (`_tidied`). It has no time limit here, and evaluates a formula
-such as `10^10^10`: `bridge/scoring` ends what takes too long.
+decides what is equal, by its defaults, but for small numbers (`_is_equal`), percentages (`_read`), emphasis, words
+behind a number, mixed numbers, thousands separators, scientific notation, and what stands in front of an answer or
+behind it (`_tidied`). It has no time limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what
+takes too long.
 """
 
 import difflib
@@ -50,9 +51,21 @@ SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(?:\d+\.\d*|\.\d+)[eE][+-]?\d{1,3}|\d+[
 EITHER = re.compile(r"\d+[eE]-\d")
 """A number as a whole answer; in a formula, or where the right answer has Euler's number, `3e-1` is a difference."""
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|mathit|textrm)\s*\{([^{}]*)\}")
-FUNCTIONS = "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|exp|sqrt|abs|min|max|gcd|lcm|mod|det|inf"
-WORD = rf"(?<![\\\w{{])(?!(?:{FUNCTIONS}|infinity|and|or)\b)[^\W\d_]{{3,}}(?![\w(])"
+COMMAS = re.compile(r"(?<![\w.,{(\[])(?<![{(\[][-+])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+"""A number with commas as thousands separators, which math-verify reads as a list beside anything else."""
+PERCENT = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?\s*\\?%")
+EQUALS = re.compile(r"(?:=|≈|\\approx(?![a-zA-Z])|~)\s*")
+"""A relation in front of an answer, of which math-verify would read `1` in `= 1/2`."""
+END = re.compile(r"(?:\s|[.,;]|\\[,;:!>]|\\q?quad(?![a-zA-Z])|~|\\)++$")
+"""Punctuation, spaces of LaTeX and line breaks behind an answer."""
+FUNCTIONS = (
+    "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|ln|lg|log|exp|sqrt|abs|min|max|gcd|lcm|mod|det|inf|pi"
+)
+NO_WORD = rf"(?<![\\\w{{])(?!(?:{FUNCTIONS}|infinity|and|or)\b)"
+WORD = rf"{NO_WORD}[^\W\d_]{{3,}}(?![\w(])"
 """A word outside of LaTeX, which math-verify would read as a product of letters."""
+SHORT_WORD = rf"{NO_WORD}[^\W\d_]{{2,}}(?![\w(])|(?<=\d)\s+[^\W\d_](?:\^\d|/[^\W\d_])"
+"""The same of two letters, or a unit such as `m^2`, where the right answer is a number."""
 WORDS_BEHIND = re.compile(rf"(?<=[\d)}}%])\s+\(?{WORD}[^\d\\]*$")
 """Words after a number: `eggs a day` in `42 eggs a day`."""
 PROSE = re.compile(r"[^\d\\]*[^\W\d_]{3}[^\d\\]*")
@@ -373,8 +386,10 @@ def is_right(answer: object, completion: str) -> bool:
         end = said[-END_CHARACTERS:]
         readings = _parse(_joined(end if end == said else end.partition(" ")[2]))
     else:
-        has_euler = any(isinstance(reading, sympy.Basic) and reading.has(sympy.E) for reading in gold)
-        readings = _read(given, is_line=_last_mark(said)["line"] is not None, has_euler=has_euler)
+        formulas = [reading for reading in gold if isinstance(reading, sympy.Basic)]
+        has_euler = any(reading.has(sympy.E) for reading in formulas)
+        word = SHORT_WORD if all(reading.is_number for reading in formulas) else WORD
+        readings = _read(given, word=word if _last_mark(said)["line"] is not None else "", has_euler=has_euler)
     return _is_equal(gold, readings)
 
 
@@ -397,24 +412,28 @@ def _gold(answer: str) -> list[Any]:
     return readings
 
 
-def _read(given: str, *, is_line: bool, has_euler: bool) -> list[Any]:
+def _read(given: str, *, word: str, has_euler: bool) -> list[Any]:
     """Return math-verify's reading of a marked answer: a formula, or the number of a line of words.
 
-    A line behind `####` may be prose, in which math-verify finds a number; what a box holds is a formula.
+    A line behind `####` may be prose, in which math-verify finds a number; what a box holds is a formula. `word` is
+    what makes a line prose; empty for a box.
     """
     tidy = _tidied(given, has_euler=has_euler)
     if not tidy:
         return []
-    if is_line and re.search(WORD, TEXT.sub("", tidy)):
+    if PERCENT.fullmatch(tidy):  # math-verify reads `-5%` in a box as a product of three numbers, equal to neither
+        return _parse(tidy.replace("\\%", "%"))
+    if word and re.search(word, TEXT.sub("", tidy)):
         return _parse(_joined(given))
     readings = _formula(tidy)
     is_unread = all(isinstance(reading, str) for reading in readings)
-    return _parse(tidy) if is_line and is_unread else readings
+    return _parse(tidy) if word and is_unread else readings
 
 
 def _tidied(given: str, *, has_euler: bool = False) -> str:
     """Return a marked answer without its decoration, in a form in which math-verify reads it as it was meant."""
-    tidy = MARKUP.sub("", EMPHASIS.sub(r"\3", given.strip())).strip().rstrip(".,;")
+    tidy = END.sub("", MARKUP.sub("", EMPHASIS.sub(r"\3", given.strip())).strip())
+    tidy = EQUALS.sub("", tidy, count=1) if EQUALS.match(tidy) else tidy
     whole = TEXT.fullmatch(tidy)
     if whole and any(map(str.isdigit, whole[1])):  # a number in text would be the name of a symbol
         tidy = whole[1].strip()
@@ -433,7 +452,8 @@ def _joined(text: str) -> str:
     text = DOLLARS.sub("", text.replace("\u2212", "-"))
     text = SMALL_FRACTION.sub(_plain_fraction, text)
     text = MIXED.sub(_improper, text)
-    text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    for thousands in (THOUSANDS, COMMAS):
+        text = thousands.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     return SCIENTIFIC.sub(lambda match: _in_digits(match[0]), text)
 
 

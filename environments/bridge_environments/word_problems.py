@@ -19,7 +19,8 @@ HELD_OUT_PER_LEVEL = 64
 """Held-out problems of each level in an evaluation."""
 NAMES = ("Amara", "Ben", "Chloe", "Daniel", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"((?<![\w)])[-\u2212][$€£]?)?(\d[\d,]*(?:\.\d+)?|\.\d+)")
+"""Sign and digits; what stands between two numbers, as in `3-5`, is no sign."""
 Numbers = Mapping[str, int]
 Story = tuple[str, Callable[[Numbers], int]]
 """Text, and the answer from its numbers."""
@@ -56,7 +57,11 @@ class WordProblems:
     def score(self, problem: Problem, completion: str) -> float:
         """Return 1.0 if the last number of the completion is the problem's answer, otherwise 0.0."""
         numbers = NUMBER.findall(completion)
-        return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(problem["answer"]))
+        if not numbers:
+            return 0.0
+        sign, digits = numbers[-1]
+        number = float(digits.replace(",", ""))
+        return float((-number if sign else number) == float(problem["answer"]))
 
 
 def stories(levels: Iterable[int], *, is_held_out: bool = True) -> Iterator[Problem]:

@@ -11,6 +11,10 @@ RIGHT = r"""
 42 | 042
 42 | +42
 42 | (42)
+42 | 42\,
+42 | 42\;
+x+1 | x+1\,
+(-1,234) | (-1, 234)
 -3 | -3
 -3 | −3
 -\frac{1}{2} | \frac{-1}{2}
@@ -282,6 +286,13 @@ EXCEPTIONS: dict[str, tuple[bool, str]] = {
     ),
     "a mixed number is no fraction of a sum": (False, "\n1/2 | 1 1/4\n3/4 | 2 1/4\n15/8 | 10 5/8\n"),
     "the end of a sentence may be inside": (True, "\n42 | 42.\n42 | 42,\n"),
+    "spaces of LaTeX at the end are none of the answer": (True, "\n42 | 42~\n42 | 42 \\\\\nx+1 | x+1\\ \\\\\n"),
+    "a relation in front is none of the answer": (True, "\n1/2 | = 1/2\n1/2 | \\approx 1/2\nx+1 | = x+1\n"),
+    "commas are thousands separators beside other things": (
+        True,
+        "\n1234 | x = 1,234\n1234 | 1,234^\\circ\n\\{1234, 5\\} | \\{1234,5\\} \\\\\n",
+    ),
+    "a percentage of either sign is its number": (True, "\n-5 | -5\\%\n3.5 | 3.5\\%\n1234 | 1,234%\n"),
 }
 """What is decided otherwise than by math-verify -> how, and where."""
 
@@ -335,10 +346,31 @@ def test_exception_differs_from_math_verify(reason: str) -> None:
         (1e-07, "1e-7", True),
         ("3e - 1", "-1+3e", True),
         ("3e - 1", "3e-1", True),
+        (r"\ln 2", r"\ln 2", True),
+        (r"2\pi", r"2\pi", True),
+        ("-1/2", "-1/2 percent", True),
+        ("xy", "xy", True),
+        ("x = 1 or x = 2", "x = 1 or x = 2", True),
     ],
 )
 def test_line_is_a_formula_or_the_number_of_its_words(answer: object, line: str, expected: bool) -> None:
     assert rewards.is_right(answer, f"#### {line}") == expected
+
+
+@pytest.mark.parametrize("number", ["72", "-72", "1,234", "-1,234", "-3.5"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}, or so", "{} or so", "{}, I am sure of it", "{}, so it is", "{} km/h", "{} m^2", "{} m/s", "{} (in kg)",
+        "So, {}", "is {}", "= {}", r"\approx {}", r"$\approx$ {}", "x = {}", "$x = {}$", r"{}\,", r"{}\;", r"{}\ ",
+        r"{}\quad", "{}~", r"{} \\", "{}%", r"{}\%",
+    ],
+)  # fmt: skip
+def test_what_decorates_a_number_in_a_line_is_ignored(number: str, line: str) -> None:
+    given = f"#### {line.format(number)}"
+    assert rewards.is_right(number, given)
+    assert not rewards.is_right(number.lstrip("-") if number.startswith("-") else f"-{number}", given)
+    assert not rewards.is_right("7", given)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def test_the_last_number_of_a_completion_is_its_answer() -> None:
     problem: Problem = {"prompt": "", "answer": "1200"}
     scores = {
         "1200": 1.0, "30 * 40 is 1,200 apples.": 1.0, "1200.0": 1.0, "1200, not 1100": 0.0, "twelve hundred": 0.0,
-        "-1200": 0.0, "": 0.0, "12001": 0.0,
+        "-1200": 0.0, "": 0.0, "12001": 0.0, "1200, in total.": 1.0, "1,200, ,": 1.0, "a profit of -$1200": 0.0,
+        "\u22121200": 0.0, "-€1,200": 0.0, "$1200": 1.0, "between 900-1200": 1.0, "2400-1200=1200": 1.0, ".1200": 0.0,
     }  # fmt: skip
     assert {text: task.score(problem, text) for text in scores} == scores
 
