@@ -89,7 +89,7 @@ def main() -> None:
     options = flags.parse_args()
     num_gpus = len(accelerator.gpu_memory_bytes())
     if 0 < num_gpus < options.gpus:
-        flags.error(f"--gpus {options.gpus}: this host shows {num_gpus}")
+        flags.error(f"--gpus {options.gpus}: this host has only {num_gpus} visible")
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
         host = Host(gpus=options.gpus, size=options.size, models=Path(scratch), out=options.out)
         wanted = [run for kind in options.runs for run in KINDS[kind](host)]

@@ -74,7 +74,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge demo --model-only tiny": tested("tests/cpu/test_tools.py"),
         "bridge run --config examples/recipes/word_problems.toml --model MODEL": SLOW,
         "bridge run --model MODEL --environment gsm8k": SLOW,
-        '{"prompt": "How many days has a leap year?", "answer": "366"}': FILE,
+        '{"prompt": "How many days are in a leap year?", "answer": "366"}': FILE,
         "bridge run --model MODEL --environment jsonl --data problems.jsonl": SLOW,
         '{"prompt": [{"role": "user", "content": "Which color?"}], "images": ["images/1.png"], "answer": "red"}': (
             tested("tests/cpu/test_images.py")

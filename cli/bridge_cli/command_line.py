@@ -1,4 +1,4 @@
-"""The command line of this process, and how to repeat it with other choices."""
+"""The command line of this process, and how to repeat it with different choices."""
 
 import shlex
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ ARGUMENTS: ContextVar[tuple[str, ...]] = ContextVar("ARGUMENTS", default=("train
 
 
 def resume_command(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
-    """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
+    """Return the command that resumes the run in `run_dir`, for `training_steps` steps if given."""
     more = {"run_dir": str(run_dir)} | ({"training_steps": str(training_steps)} if training_steps else {})
     return shlex.join(["bridge", *redaction.redacted_arguments(with_choices(arguments, more))])
 
 
 def with_choices(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:
-    """Return the arguments of this command with these `choices` replaced and, unless `resume` is False, --resume."""
+    """Return `arguments` with `choices` overridden, adding --resume unless `resume` is False."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     given = ((f"--{key.replace('_', '-')}", value) for key, value in choices.items())
     more = [*(["--resume"] if resume else []), *chain.from_iterable(given)]
@@ -27,7 +27,7 @@ def with_choices(arguments: Sequence[str], choices: Mapping[str, str], *, resume
 
 
 def _without(arguments: Sequence[str], fields: Container[str | None], *, resume: bool) -> Iterator[str]:
-    """Yield `arguments` without the flags of `fields` and their values, and without --resume if it is added again."""
+    """Yield `arguments` without the flags for `fields` and their values and, with `resume`, without --resume."""
     from bridge.config import TrainConfig
 
     rest = iter(arguments)

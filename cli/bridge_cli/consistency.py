@@ -1,4 +1,4 @@
-"""What must be equal on all hosts of one run, and what all must see: compared once, before anything is started.
+"""Check, before anything starts, that all hosts of a run have the same configuration and see the same checkpoints.
 
 Not covered: the weights, which are compared once they are served (`bridge/modes/shared_vllm.py`).
 """
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
 
 Facts = Mapping[str, str]
-"""What must be equal, by its name in messages."""
+"""Name used in messages -> a value that must be equal on all hosts."""
 HOST = "host"
 OWN = {
     "run_dir", "save_path", "resume", "restarts", "rendezvous", "port", "host", "vllm_port", "vllm_host", "server_url",
     "vllm_config_path",
 }  # fmt: skip
-"""Choices that may differ: those of the first host count, or each has its own."""
+"""Choices that may differ between hosts: only the first host's value is used, or each host has its own."""
 HINT = "install the same versions, and start the same command with the same files on each host"
 LONGEST = 60
-"""Characters of a value in the message."""
+"""Maximum number of characters of a value shown in a message."""
 
 
 def check(ranks: "Ranks", configs: Sequence[Config], vllm_flags: Sequence[str]) -> None:
     """Compare all hosts with the first one; called by all ranks.
 
     Raises:
-        UsageError: one differs.
+        UsageError: a host differs from the first one.
     """
     first, *others = ranks.run_and_gather(lambda: facts(configs, vllm_flags))
     if differing := next(filter(None, (difference(first, other) for other in others)), None):
@@ -48,10 +48,10 @@ def check(ranks: "Ranks", configs: Sequence[Config], vllm_flags: Sequence[str]) 
 
 
 def check_shared(ranks: "Ranks", folder: Path) -> None:
-    """Check that every host sees `folder`, from which all resume.
+    """Check that every host sees `folder`, which holds the checkpoints that all hosts resume from.
 
     Raises:
-        UsageError: one does not.
+        UsageError: a host does not see it.
     """
     probe = folder.absolute() / f".seen-{ranks.run_on_rank_zero(os.getpid)}"
 
@@ -65,13 +65,13 @@ def check_shared(ranks: "Ranks", folder: Path) -> None:
         probe.unlink()
     if lacking := [host for host, sees in probes if not sees]:
         raise UsageError(
-            f"{lacking[0]} does not see {folder} of {probes[0][0]}: all hosts resume from the checkpoints there",
-            hint="--save-path in a folder that all hosts share, such as on NFS",
+            f"{lacking[0]} does not see {folder} on {probes[0][0]}, but all hosts resume from the checkpoints there",
+            hint="set --save-path to a folder that all hosts share, for example on NFS",
         )
 
 
 def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:
-    """Return what must be equal on all hosts, the most general first."""
+    """Return the facts that must be equal on all hosts, most general first."""
     choices = {key: config.get(key) for config in configs for key in config.choices()}
     return {
         HOST: socket.gethostname(),
@@ -86,11 +86,11 @@ def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:
 
 
 def difference(ours: Facts, theirs: Facts) -> str | None:
-    """Return the first difference in one line; None if there is none."""
+    """Return a one-line description of the first difference, or None if the facts are equal."""
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name != HOST and ours.get(name) != theirs.get(name):
             here, there = (_short(facts.get(name, "nothing")) for facts in (ours, theirs))
-            return f"the hosts differ in {name}: {here} on {ours[HOST]}, {there} on {theirs.get(HOST, 'another')}"
+            return f"the hosts differ in {name}: {here} on {ours[HOST]}, {there} on {theirs.get(HOST, 'another host')}"
     return None
 
 

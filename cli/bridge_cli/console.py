@@ -1,4 +1,4 @@
-"""Print notes on stderr and data on stdout; no text can send escape sequences to the terminal."""
+"""Print notes on stderr and data on stdout, with terminal escape sequences made harmless."""
 
 import contextlib
 import logging
@@ -13,25 +13,25 @@ from bridge.core import logs
 from bridge.core.redaction import escaped, redact_urls
 
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-"""Without colors if stderr is no terminal or NO_COLOR is set."""
+"""Prints without colors if stderr is not a terminal or NO_COLOR is set."""
 
 LONGEST_FAULT = 8_000
-"""Characters of an error or a hint: a wrong value that it quotes may be as long as a file."""
+"""Maximum number of characters of an error or a hint, which may quote a value as long as a file."""
 LONGEST_LOGGED = 10_000
-"""Characters of a line that Bridge logs."""
+"""Maximum number of characters printed of a line that Bridge logs."""
 LOG_STYLES = {"bridge.processes.server_command": "dim"}
-"""The style of what a logger of Bridge's prints, where it is not plain."""
+"""Logger -> the style of its lines; the lines of other loggers have no style."""
 OF_STARTS = "bridge.processes", "bridge.engine.compile_ahead"
-"""Loggers of what each rank starts."""
+"""Loggers of the processes and the compilation that each rank starts."""
 STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
 
 _view: tuple[Callable[[Text], None], Callable[[str], None]] | None = None
-"""The live view's functions that print a line above it, and that show what is awaited; None: there is no live view."""
+"""Two functions of the live view: print a line above it, and show what Bridge is waiting for; None: no live view."""
 
 
 @contextlib.contextmanager
 def shared_with(say: Callable[[Text], None], wait_for: Callable[[str], None]) -> Iterator[None]:
-    """Pass notes to `say` and waits to `wait_for`, as long as the live view owns the terminal."""
+    """Inside the block, where the live view owns the terminal, pass notes to `say` and waits to `wait_for`."""
     global _view  # noqa: PLW0603 - there is one terminal
     _view = say, wait_for
     try:
@@ -50,7 +50,7 @@ def note(text: str, *, style: str = "") -> None:
 
 
 class _LogHandler(logging.Handler):
-    """Prints what Bridge logs as notes, and warnings in yellow."""
+    """Prints Bridge's log records as notes, warnings in yellow."""
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "yellow" if record.levelno >= logging.WARNING else LOG_STYLES.get(record.name, "")
@@ -62,7 +62,7 @@ _LOG_HANDLER = _LogHandler()
 
 @contextlib.contextmanager
 def printing_logs() -> Iterator[None]:
-    """Print what Bridge logs in the block; a handler that a user's program installs does not repeat it."""
+    """Inside the block, print Bridge's log records, and hide them from handlers that a user's program installs."""
     logger = logging.getLogger("bridge")
     propagates = logger.propagate
     with logs.handled_by(_LOG_HANDLER):
@@ -75,7 +75,7 @@ def printing_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing_only(*loggers: str) -> Iterator[None]:
-    """Print in the block what `loggers` and those below them log, and nothing else that Bridge logs."""
+    """Inside the block, print the log records of `loggers` and their children only."""
     filters = [logging.Filter(name) for name in loggers]
 
     def is_printed(record: logging.LogRecord) -> bool:
@@ -100,7 +100,7 @@ def error(message: str, hint: str) -> None:
 
 
 def _bounded(text: str) -> str:
-    """Return `text` for a person, without its middle if it is longer than `LONGEST_FAULT`."""
+    """Return `text` escaped, leaving out its middle if it is longer than `LONGEST_FAULT`."""
     left_out = len(text) - LONGEST_FAULT
     if left_out > 0:
         end = LONGEST_FAULT // 2
@@ -109,7 +109,7 @@ def _bounded(text: str) -> str:
 
 
 def data(line: str) -> None:
-    """Print a line for a program, and flush it: in the bytes that name a file, whatever the terminal's encoding is."""
+    """Print a line for a program and flush it; the bytes of file names survive whatever the terminal's encoding is."""
     if sys.stdout.isatty():
         line = escaped(line)
     try:
@@ -122,9 +122,9 @@ def data(line: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being waited for; the yielded function updates the detail after it.
+    """Show what Bridge is waiting for; the yielded function updates the detail after it.
 
-    On a terminal this is one moving line; elsewhere `what` is printed once, without details.
+    On a terminal this is one line that is redrawn; elsewhere `what` is printed once, without details.
     """
     what = escaped(what)
     if _view is not None:
@@ -143,7 +143,7 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _in_line(what: str, detail: str, width: int) -> str:
-    """Return both in a line of at most `width` characters: `what` is cut first, since the detail is what moves."""
+    """Join `what` and `detail` in a line of at most `width` characters, cutting `what` first: the detail changes."""
     room = max(width - len(detail) - 2, 0)
     start = what if len(what) <= room else f"{what[: max(room - 3, 0)]}..."
     return f"{start}  {detail}"[:width]

@@ -1,4 +1,4 @@
-"""`bridge demo`: all of Bridge in one command, with a tiny model that it makes (`demo_model.py`) or with the user's."""
+"""`bridge demo`: all of Bridge in one command, with a generated tiny model (`demo_model.py`) or the user's own."""
 
 import json
 import shlex
@@ -39,9 +39,9 @@ PRETRAINED: Mapping[str, Any] = {
     "environment": "word_problems", "lr": 1e-5, "batch_size": 64, "max_new_tokens": 48, "temperature": 0.5,
     "eval_samples": 1, "eval_temperature": 0.0,
 }  # fmt: skip
-"""Choices for a model of the user's, which knows language."""
+"""Choices for the user's own model, which is already pretrained."""
 GPU_SHARE = 0.2
-"""Of a GPU: more than enough for a model of a megabyte and its KV cache."""
+"""Fraction of a GPU's memory: more than enough for a one-megabyte model and its KV cache."""
 
 Out = Annotated[
     Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.", **HOME)
@@ -60,18 +60,18 @@ OwnModel = Annotated[
     str | None,
     typer.Option(
         "--model", metavar="FOLDER", show_default=False,
-        help="Train this model on word problems; its reward is reported (default: a tiny model, which must learn).",
+        help="Train this model on word problems and report its reward (default: a tiny model, which must learn).",
     ),
 ]  # fmt: skip
 ModelOnly = Annotated[
     Path | None,
     typer.Option(
         "--model-only", metavar="FOLDER", show_default=False, **HOME,
-        help="Write a tiny model for a task of your own to this folder, and exit: it takes chat messages and tools.",
+        help="Write a tiny model for a task of your own to this folder and exit; it takes chat messages and tools.",
     ),
 ]  # fmt: skip
 Gpus = Annotated[
-    int, typer.Option("--gpus", metavar="INTEGER", min=1, help="Replicas, on a GPU each; on a CPU, servers.")
+    int, typer.Option("--gpus", metavar="INTEGER", min=1, help="Replicas, one per GPU; on a CPU, servers.")
 ]
 
 
@@ -107,7 +107,7 @@ def demo(
         own = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
         run = own or rank_process.join_run_directory(world, out)
         if world.is_rank_zero:
-            world.barrier()  # the others join the run directory
+            world.barrier()  # lets the other ranks join the run directory
             servers.command = prepare(serve, [])
             write_json(run.server_config, serve.document())
         with console.printing_only(*console.OF_STARTS), servers.serving(world, train.sampling, run) as server:
@@ -120,7 +120,7 @@ def demo(
     document = conclusion(summary, checks, least_gain=LEAST_GAIN if model is None else None)
     write_json(run.path / "summary.json", document)
     report.write([run.path], run.report)
-    goal = f"the reward must rise by {LEAST_GAIN}" if model is None else "in some step, rewards must differ"
+    goal = f"the reward must rise by {LEAST_GAIN}" if model is None else "rewards must differ in at least one step"
     _print_table(document, run, goal)
     if as_json:
         console.data(json.dumps(document))
@@ -179,7 +179,7 @@ def _fresh(out: Path) -> RunDirectory:
 
 
 def demo_model_folder() -> Path:
-    """Return the tiny model, which is made once and cached."""
+    """Return the folder of the tiny model, generating it on first use."""
     from bridge_cli import demo_model
 
     folder = demo_model.cache_folder()
@@ -199,7 +199,7 @@ def _print_table(document: dict[str, Any], run: RunDirectory, goal: str) -> None
     table.add_row("optimizer steps, in place", f"{updates}{idle}")
     table.add_row("bytes of weights copied", str(document["weight_bytes_copied"]))
     if updates:
-        table.add_row("largest difference of log-probabilities", f"{document['logprob_diff_max']:.4f} nats")
+        table.add_row("largest log-probability difference", f"{document['logprob_diff_max']:.4f} nats")
     table.add_row("fence, median", duration(document["fence_p50_ms"] / 1e3))
     table.add_row("report, for a browser", str(run.report))
     table.add_row("summary", str(run.path / "summary.json"))

@@ -1,11 +1,13 @@
-"""Make tiny models: the demo's, and one for a task of the user's own; no network, no GPU, half a minute at most.
+"""Generate tiny models: one for the demo, and one for a task of the user's own.
 
-The demo's is cached. It is warmed up by next-token prediction on the training problems: first with right answers, then
-with some wrong ones near the right one, so that about every second sampled answer is right. By then the model can add,
-and reinforcement learning has to prefer what it knows, not to discover it. The held-out problems stay new to it.
+This needs no network and no GPU, and takes half a minute at most.
 
-That of `bridge demo --model-only` has a chat template. It is warmed up on the calculator of the docs: it answers some
-sums by the tool `add`, and guesses the others. To anything else it gives no useful answer at first.
+The demo's model is cached. It is warmed up by next-token prediction on the training problems: first with right answers
+only, then mixed with near misses, so that about half of the sampled answers are right. By then the model can add, and
+reinforcement learning only has to make it prefer the right answers. It never sees the held-out problems.
+
+The model of `bridge demo --model-only` has a chat template. It is warmed up on the calculator task of the docs: it
+answers some sums by calling the tool `add`, and guesses the others. Before training, it answers nothing else usefully.
 """
 
 import hashlib
@@ -32,12 +34,12 @@ from bridge_environments.registry import Arithmetic
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+="
 VERSION = 1
-"""Raised with any change to this file that makes another model of the same recipe."""
+"""Increment this with any change to this file that produces a different model from the same recipe."""
 MODEL = {
     "hidden_size": 128,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,  # of 64 elements, which every attention of vLLM supports
+    "num_attention_heads": 2,  # with 64 elements each, which every attention backend of vLLM supports
     "num_key_value_heads": 1,
     "max_position_embeddings": 1024,  # a word problem, character by character, and its answer
     "initializer_range": 0.04,
@@ -45,22 +47,22 @@ MODEL = {
 }
 """Half a million parameters with grouped-query attention and tied embeddings."""
 IGNORED = -100
-"""Label of a token of the prompt."""
+"""Label of a prompt token, which the loss ignores."""
 WEIGHT_DECAY = 0.1
-"""Without it the held-out sums are learnt later."""
+"""Without weight decay, the model learns the held-out sums later."""
 SLIPS = (-2, -1, 1, 2)
-"""How far a wrong answer is from the right one."""
+"""Offsets of wrong answers from the right one."""
 RECIPE: Mapping[str, Any] = {
     "clean": {"num_steps": 160, "right_share": 1.0, "lr": 3e-3},  # only right answers
-    "mixed": {"num_steps": 40, "right_share": 0.53, "lr": 5e-4},  # held-out problems end a little below this share
+    "mixed": {"num_steps": 40, "right_share": 0.53, "lr": 5e-4},  # accuracy on held-out problems ends slightly lower
     "batch_size": 96,
-    "seed": 0,  # of the initial weights, the order of the problems and the wrong answers
+    "seed": 0,  # for the initial weights, the order of the problems and the wrong answers
 }
 """Two phases, each with the share of right answers in the loss, and a peak learning rate that falls to a twentieth."""
 
 ROLE_TOKENS = ("<system>", "<user>", "<model>", "<result>")
 CALL = ('<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
-"""Each is one token, so that a call is short."""
+"""Each part is one token, so that a call is short."""
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 TEMPLATE = """{% for message in messages %}
 {%- if message.role == "system" %}{{ "<system>" + message.content }}
@@ -70,19 +72,19 @@ TEMPLATE = """{% for message in messages %}
 {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
 {{- "}</tool_call>" }}{% endfor %}{{ "<eos>" }}
 {%- endif %}{% endfor %}{% if add_generation_prompt %}{{ "<model>" }}{% endif %}"""
-"""Without the tools' schemas: the model knows its one tool, and each character is a token."""
+"""Leaves out the tool schemas: the model knows its only tool, and each character would cost a token."""
 TINY_RECIPE: Mapping[str, Any] = {
-    "copying": {"num_steps": 240, "right_share": 1.0, "lr": 2e-3},  # every sum is answered by the tool
+    "copying": {"num_steps": 240, "right_share": 1.0, "lr": 2e-3},  # every sum is answered by a tool call
     "guessing": {"num_steps": 60, "right_share": 0.35, "lr": 1e-3},
     "batch_size": 64,
-    "num_positions": 4096,  # of the longest conversation, whose tokens are characters
+    "num_positions": 4096,  # length of the longest conversation; most tokens are single characters
 }
-"""Two phases, each with the share of sums that are answered by the tool."""
+"""Two phases, each with the share of sums that are answered by a tool call."""
 
 Progress = Callable[[int, int], None]
 """Called with the step just done, counted from 1, and the number of steps."""
 Example = tuple[Sequence[tuple[str, bool]], float]
-"""Texts in order, each with whether the model learns to write it, and their weight in the loss."""
+"""Texts in order, each with whether the model is trained to write it, and the example's weight in the loss."""
 
 
 def cache_folder() -> Path:
@@ -92,13 +94,13 @@ def cache_folder() -> Path:
 
 
 def name(recipe: Mapping[str, Any] = RECIPE) -> str:
-    """Return the name of the model's folder, which has a hash of what it is made of."""
+    """Return the name of the model's folder, which contains a hash of everything that determines the model."""
     ingredients = [VERSION, MODEL, recipe, SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
     return f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"
 
 
 def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE) -> Path:
-    """Return the model's folder inside the cache `folder`; make it first unless it is there."""
+    """Return the model's folder inside the cache `folder`, generating the model if it is missing."""
     target = folder / name(recipe)
     if target.is_dir():
         return target
@@ -110,8 +112,8 @@ def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE
             f"cannot write the demo's model to {folder}: {error.strerror}",
             hint="XDG_CACHE_HOME=/a/writable/folder bridge demo",
         ) from error
-    with scratch:  # whatever goes wrong, no half of the model is left
-        draw = random.Random(recipe["seed"])  # noqa: S311  no secret is made of it
+    with scratch:  # leaves no partial model behind
+        draw = random.Random(recipe["seed"])  # noqa: S311  not used for secrets
         batches = _batches(list(Arithmetic()), recipe["batch_size"], draw)
         _build(
             Path(scratch.name), "Qwen2", demo_tokenizer(),
@@ -121,7 +123,7 @@ def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE
         try:
             Path(scratch.name).rename(target)
         except OSError:
-            if not target.is_dir():  # else another process made the same model meanwhile
+            if not target.is_dir():  # otherwise another process has just generated the same model
                 raise
     return target
 
@@ -129,8 +131,8 @@ def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE
 def write_tiny(
     folder: Path, *, recipe: Mapping[str, Any] = TINY_RECIPE, progress: Progress = lambda _step, _of: None
 ) -> Path:
-    """Write the model for a task of the user's own to a new folder; it cannot add, and copies what the tool returns."""
-    draw = random.Random(0)  # noqa: S311  no secret is made of it
+    """Write the model for the user's own task to a new folder; it cannot add, and copies what the tool returns."""
+    draw = random.Random(0)  # noqa: S311  not used for secrets
     tokenizer = word_tokenizer(
         (*SPECIAL_TOKENS, *ROLE_TOKENS, *CALL, *PRINTABLE), "|".join([*map(re.escape, CALL), r"[\s\S]"]),
         model_max_length=recipe["num_positions"], additional_special_tokens=list(ROLE_TOKENS), chat_template=TEMPLATE,
@@ -155,7 +157,7 @@ def _build(
     seed: int = 0,
     **size: int,
 ) -> None:
-    """Train a model of a `family` of transformers on the batches of the `phases`, and write it to `folder`."""
+    """Train a model of the transformers `family` on the batches of all `phases`, and write it to `folder`."""
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = getattr(transformers, f"{family}Config")(**MODEL | size, **ids, vocab_size=len(tokenizer))
     num_threads = torch.get_num_threads()
@@ -173,7 +175,7 @@ def _build(
 
 
 def word_tokenizer(words: Sequence[str], pattern: str, **choices: Any) -> Any:
-    """Return a tokenizer in which each match of `pattern` is one token, and which adds none to a prompt.
+    """Return a tokenizer that turns each match of `pattern` into one token and adds no special tokens to a prompt.
 
     `words` are the vocabulary in the order of their ids, `<pad>`, `<eos>` and `<unk>` included.
     `choices` go to transformers.
@@ -201,7 +203,7 @@ def _warm_up(
 ) -> None:
     done, total = 0, sum(phase["num_steps"] for phase in phases)
     for phase in phases:
-        # A new optimizer: after right answers the moments are tiny, and the first wrong ones would make huge steps.
+        # A new optimizer per phase: with the tiny moments that right answers leave, wrong ones would cause huge steps.
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
         for step in range(phase["num_steps"]):
             examples = batch(phase["right_share"])
@@ -216,7 +218,7 @@ def _warm_up(
 
 
 def _batches(problems: list[Problem], size: int, draw: random.Random) -> Iterator[list[Problem]]:
-    """Yield batches forever; every problem comes once before any comes again."""
+    """Yield batches forever; every problem is used once before any is repeated."""
     waiting: list[Problem] = []
     while True:
         while len(waiting) < size:
@@ -226,7 +228,7 @@ def _batches(problems: list[Problem], size: int, draw: random.Random) -> Iterato
 
 
 def _sums(problems: list[Problem], right_share: float, draw: random.Random) -> list[Example]:
-    """Pair every problem with its right answer and, unless the right ones have all the weight, a wrong one."""
+    """Return each problem with its right answer and, unless `right_share` is 1, also with a wrong one."""
     right = [answered(str(problem["prompt"]), str(problem["answer"]), right_share) for problem in problems]
     if right_share == 1.0:
         return right
@@ -239,12 +241,12 @@ def _sums(problems: list[Problem], right_share: float, draw: random.Random) -> l
 
 
 def answered(prompt: str, answer: str, weight: float = 1.0) -> Example:
-    """Return the example of a prompt and an answer to it."""
+    """Return an example that trains the model to give `answer` to `prompt`."""
     return [(prompt, False), (f"{answer}<eos>", True)], weight
 
 
 def _conversation(draw: random.Random, call_share: float) -> Example:
-    """Return a sum that is answered by the tool, whose result is any number, or else a guess."""
+    """Return a sum answered by a tool call, which returns a random number, or answered by a guess."""
     a, b, number = draw.randrange(10, 50), draw.randrange(10, 50), draw.randrange(10, 99)
     question, answer = (f"<user>{a}+{b}=<model>", False), (f"{number}<eos>", True)
     if draw.random() >= call_share:
@@ -254,7 +256,7 @@ def _conversation(draw: random.Random, call_share: float) -> Example:
 
 
 def _loss(model: Any, tokenizer: Any, examples: list[Example]) -> torch.Tensor:
-    """Return the weighted negative log-likelihood of what the model learns to write, per unit of weight."""
+    """Return the weighted mean over `examples` of the negative log-likelihood of their trained texts."""
     rows, labels = [], []
     for texts, _ in examples:
         turns = [(tokenizer(text)["input_ids"], learned) for text, learned in texts]

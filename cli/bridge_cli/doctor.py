@@ -41,7 +41,7 @@ FAILURE_FOUND = 3
 """Exit code if a check failed."""
 STATUS_WIDTH, NAME_WIDTH, LABEL_WIDTH = 4, 21, 9
 NARROWEST = 60
-"""Columns. On a narrower terminal, lines are wrapped by the terminal."""
+"""Columns; a narrower terminal wraps the lines itself."""
 
 Section = tuple[str, list[Check]]
 PORT = "Port of the server (default: the manifest's, else 9001)."
@@ -57,9 +57,9 @@ PATH = (
     " running server)."
 )
 ManifestPath = Annotated[Path | None, option("--vllm-config-path", "PATH", PATH, envvar="BRIDGE_VLLM_CONFIG_PATH")]
-DEVICE = "Device of vLLM (default: auto, the one that the installed vLLM was built for)."
+DEVICE = "vLLM's device (default: auto, the one that the installed vLLM was built for)."
 Where = Annotated[DeviceChoice, option("--device", "auto|cpu|cuda", DEVICE, envvar="BRIDGE_DEVICE")]
-MODEL = "Folder or name of a model: check from its configuration which modes can train it."
+MODEL = "Folder or name of a model; checks from its configuration which modes can train it."
 Model = Annotated[str | None, option("--model", "MODEL", MODEL, envvar="BRIDGE_MODEL")]
 
 
@@ -84,7 +84,7 @@ def doctor(
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the checks look at."""
+    """Everything that the checks examine."""
 
     facts: Facts
     device: Device
@@ -93,12 +93,12 @@ class Machine:
     model: str | None
     port: int | None
     has: frozenset[str]
-    """What some checks need: its device, "vllm", a "model", a live "server", and a "search" for the manifest."""
+    """Which of these it has: the device by name, "vllm", a "model", a live "server", a "search" for the manifest."""
     transformers: str | None = dataclasses.field(default_factory=lambda: software.installed_version("transformers"))
 
 
 class Row(NamedTuple):
-    """One or several checks of a machine, and what they need of it: `Machine.has`."""
+    """One or more checks, and what they need the machine to have (see `Machine.has`)."""
 
     section: str
     needs: Literal["", "cuda", "cpu", "vllm", "model", "server", "search"]
@@ -152,9 +152,9 @@ def table() -> tuple[Row, ...]:
 def examine(
     port: int | None, given: Path | None, requested: DeviceChoice, model: str | None = None
 ) -> Iterator[Section]:
-    """Yield every check, section by section; without Linux or its packages only the first ones."""
+    """Yield every check, section by section; without Linux or a required package, only the checks that report it."""
     system, packages = software.operating_system(sys.platform), packages_complete()
-    lacks = packages.status == "FAIL" and find_spec("httpx") is None  # what checks of a server need
+    lacks = packages.status == "FAIL" and find_spec("httpx") is None  # which the server checks need
     if system.status == "FAIL" or lacks:
         yield "Software", [system, *([packages] if lacks else [])]
         return
@@ -187,7 +187,7 @@ def requirements(machine: Machine) -> Iterator[Check]:
 
 def patches_fit() -> Check:
     versions = compatibility.TESTED_VERSIONS
-    expected = f"vLLM {versions[0]} to {versions[-1]} with every symbol that is patched"
+    expected = f"vLLM {versions[0]} to {versions[-1]} with every symbol that Bridge patches"
     return tried("Patches", lambda: f"fit vLLM {compatibility.check_installed()}", expected)
 
 
@@ -199,7 +199,7 @@ def trial_gpu(facts: Facts, live: Manifest | None) -> str | None:
 
 
 def ports(machine: Machine) -> tuple[int, int | None, dict[int, str]]:
-    """Return the port to check, the pid of the server that may listen there, and what other servers are called."""
+    """Return the port to check, the pid of the server that may listen there, and all running servers by pid."""
     live = machine.examined.live
     own = urlsplit(live.url).port if live else None
     wanted = machine.port or own or DEFAULT_PORT

@@ -1,4 +1,4 @@
-"""`bridge env`: feed an Atropos API with groups of one of our environments, and report the progress.
+"""`bridge env`: feed an Atropos API with groups from one of Bridge's environments, and report the progress.
 
 Not covered: the feeding itself (`bridge/atropos/feeder.py`).
 """
@@ -29,7 +29,7 @@ Name = Annotated[
 def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None:
     """Feed an Atropos API with rollouts of an environment.
 
-    Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
+    Any trainer can fetch its batches there. The command ends when the trainer has all that it needs, or on Ctrl-C.
     """
     from bridge.agents import rehearsal
     from bridge.atropos import feeder
@@ -40,7 +40,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
     environment = registry.load(config.task)
     if environment.interaction != "completion":
         raise UsageError(
-            f"environment {config.task.environment} takes several turns, and an Atropos API is fed with"
+            f"environment {config.task.environment} takes several turns, but bridge env feeds an Atropos API with"
             " single turns only",
             hint=f"bridge run --environment {config.task.environment}, which needs no API",
         )
@@ -56,14 +56,14 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
 
 
 def progress_line(progress: "FeedProgress") -> str:
-    """Return how far it is."""
+    """Return a line about the progress so far."""
     step = f"{progress.step}/{progress.num_steps}" if progress.num_steps > 0 else str(progress.step)
     speed = f"{progress.tokens_per_s:,.0f} tok/s  queue {progress.queued_batches:.1f} batches"
     return _line(f"step {step}", progress, speed)
 
 
 def summary_line(progress: "FeedProgress") -> str:
-    """Return the result."""
+    """Return the last line, which sums up what was sent."""
     return _line(f"done: the trainer has its {progress.num_steps} batches", progress, f"{progress.seconds:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""`bridge export`: a checkpoint as a plain model folder, on disk and, if wanted, on the hub."""
+"""`bridge export`: write a checkpoint as a plain model folder, and upload it to the hub if asked to."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ Checkpoint = Annotated[
     ),
 ]
 Out = Annotated[Path, option("--out", "FOLDER", "The folder to write: new, empty, or an earlier export.")]
-Base = Annotated[str | None, option("--model", "MODEL", "Base of an adapter (default: the one that it names).")]
+Base = Annotated[str | None, option("--model", "MODEL", "Base model of an adapter (default: the one that it names).")]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
     option("--dtype", "DTYPE", "Dtype of a merged adapter's files (default: the base's); float32 loses nothing."),
@@ -61,10 +61,10 @@ def export(
             f" {rounding.relative_error:.2g}, cosine {rounding.cosine:.2f}"
         )
         if rounding.is_large:
-            lost = "warning: the exported model has lost a part of what was learned"
+            lost = "warning: the exported model has lost part of what was learned"
             console.note(f"{lost}; --dtype float32 keeps it, or {exported.as_adapter}", style="yellow")
     if exported.is_base:
-        console.note("warning: the adapter changes no weight: the exported model is its base", style="yellow")
+        console.note("warning: the adapter changes nothing: the exported model equals its base", style="yellow")
     page = None
     if push is not None:
         with console.waiting(f"Uploading {folder}"):

@@ -1,4 +1,4 @@
-"""`bridge init`: write the files that a run of one's own begins with: choices in TOML, and a task."""
+"""`bridge init`: write the files to start your own run from: a TOML configuration and a task."""
 
 import json
 import shlex
@@ -19,9 +19,9 @@ from bridge_cli.options import HOME, option
 
 CHOICES = "bridge.toml"
 WIDTH = 100
-"""Columns of an explanation."""
+"""Width of an explanation in columns."""
 UNSET = "..."
-"""Stands for the value of a choice without a default."""
+"""Placeholder for the value of a choice that has no default."""
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 HEADER = f"""\
 # The choices of: bridge run --config {CHOICES}
@@ -55,7 +55,7 @@ class MyTask:
         return float(re.findall(r"\\d+", completion)[-1:] == [problem["answer"]])
 '''
 PROBLEMS = """\
-{"prompt": "How many days has a leap year?", "answer": "366"}
+{"prompt": "How many days are in a leap year?", "answer": "366"}
 {"prompt": [{"role": "user", "content": "What is 12 * 12?"}], "answer": "144"}
 """
 REWARDS = '''\
@@ -113,7 +113,7 @@ def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = 
 def commented(classes: tuple[type[Config], ...], given: Mapping[str, Any]) -> str:
     """Return a TOML file that sets the choices in `given`, by key, and comments out every other one.
 
-    A choice that several classes know is written once, as the first of them declares it.
+    A choice that several classes declare is written once, as the first of them declares it.
     """
     tables: dict[str, list[str]] = {"": []}
     for index, cls in enumerate(classes):
@@ -142,4 +142,4 @@ def _lines(field: str, key: str, info: FieldInfo, given: Mapping[str, Any]) -> I
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # for text, numbers and truth values, TOML is written as JSON
+    return json.dumps(value, ensure_ascii=False)  # strings, numbers and booleans are written the same in TOML and JSON

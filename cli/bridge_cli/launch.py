@@ -1,4 +1,4 @@
-"""A training job as `bridge run` and `bridge train` launch it: its ranks, its servers, its run directory and its end.
+"""A training job of `bridge run` or `bridge train`: its ranks, its servers, its run directory and how it ends.
 
 Not covered: which GPUs a rank gets (`rank_gpus.py`), the training itself (`bridge/run/trainer.py`).
 """
@@ -33,27 +33,27 @@ class ReplicaServer(NamedTuple):
     """The server that a replica trains on."""
 
     choices: Mapping[str, Any]
-    """Choices of a `TrainConfig` by which the trainer finds it."""
+    """`TrainConfig` choices with which the trainer finds the server."""
     process: "ServerProcess | None"
-    """None: Bridge did not start it."""
+    """None: Bridge did not start the server."""
 
 
 class Servers(abc.ABC):
-    """The servers of a job: those that it starts (`started_servers.py`), or that run already (`running_servers.py`)."""
+    """The servers of a job: it starts them (`started_servers.py`), or they already run (`running_servers.py`)."""
 
     serve: ServeConfig | None = None
-    """The user's choices for servers that are started."""
+    """The user's choices for the servers that the job starts; None: it starts none."""
     vllm_flags: Sequence[str] = ()
 
     @property
     @abc.abstractmethod
     def tp_degree(self) -> int:
-        """GPUs that share the weights of one server."""
+        """Number of GPUs that the weights of one server are sharded across."""
 
     @property
     @abc.abstractmethod
     def max_model_len(self) -> int | None:
-        """Longest sequence of the servers in tokens; None: unknown."""
+        """Longest sequence in tokens that every server accepts; None: unknown."""
 
     def preloading(self) -> contextlib.AbstractContextManager[object]:
         """Import vLLM in the background, in a process that this block may turn into a server."""
@@ -65,39 +65,39 @@ class Servers(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Check all that can be known before vLLM starts, and return completions that fit; on the first rank.
+        """Check everything that can be checked before vLLM starts, and return completions that fit the servers.
 
-        The run was opened.
+        Called on the first rank, after the run was opened.
         """
 
     def record(self, run: RunDirectory, checkpoints: Path) -> None:  # noqa: B027  running servers record nothing
-        """Write down how the servers will be started, and where `checkpoints` are; on the first rank."""
+        """Record how the servers will be started, and where `checkpoints` are; called on the first rank."""
 
     @abc.abstractmethod
     def serving(
         self, world: "Ranks", sampling: SamplingConfig, run: RunDirectory
     ) -> contextlib.AbstractContextManager[ReplicaServer]:
-        """Yield the server of this rank's replica, which serves during the block."""
+        """Yield the server of this rank's replica, which runs during the block."""
 
 
 class Opened(NamedTuple):
-    """What the first rank opened for all ranks."""
+    """The run, as the first rank opened it for all ranks."""
 
     config: TrainConfig
-    """With derived values."""
+    """The configuration with derived values."""
     run_dir: Path
     resume: "SavedCheckpoint | None"
 
 
 @dataclass(kw_only=True)
 class Launch:
-    """A training job: what is started for it, and how it ends."""
+    """A training job, from starting its processes to printing how it ended."""
 
     config: TrainConfig
     """What the user chose."""
     servers: Servers
     layout: RankLayout | None
-    """The ranks of this host, which are started first; None: this process is one of them."""
+    """The ranks to start on this host; None: this process is already one of them."""
     as_json: bool
     directory: RunDirectory | None = field(default=None, init=False)
     """The run directory, once the first rank has opened it."""
@@ -105,10 +105,10 @@ class Launch:
     def start(self) -> None:
         """Train, and print how the run can be resumed, however it ends.
 
-        With several ranks the process that the user started launches them, and exits when they have ended.
+        With several ranks, the process that the user started launches them and exits when they have ended.
 
         Raises:
-            BridgeError: ranks cannot be started, or were lost; or the training failed.
+            BridgeError: the ranks cannot be started, a rank was lost, or the training failed.
         """
         start_ranks(self.layout)
         with self.servers.preloading(), rank_process.joined() as world:
@@ -135,7 +135,7 @@ class Launch:
             checkpoint.check_on_all_hosts(resume.folder, world)
         run = self.directory or rank_process.join_run_directory(world, run_dir)
         if world.is_rank_zero:
-            world.barrier()  # the others join the run directory
+            world.barrier()  # lets the other ranks join the run directory
         try:
             with self.servers.serving(world, config.sampling, run) as server:
                 train_on(
@@ -147,7 +147,7 @@ class Launch:
                 print_ending(run, config.checkpoints, config.way, config.training_steps)
 
     def _open(self, environment: Environment | None) -> Opened:
-        """Open the run, and check all that can be known before vLLM starts; on the first rank."""
+        """Open the run, and check everything that can be checked before vLLM starts; called on the first rank."""
         from bridge.agents import rehearsal
 
         config, self.directory, resume = open_run(self.config, environment)
@@ -165,10 +165,10 @@ class Launch:
 
 
 def start_ranks(layout: RankLayout | None) -> None:
-    """Run the ranks of this host as processes of their own, and exit as they do; return if there is only this process.
+    """Run the ranks of this host as child processes and exit with their exit code; return if there is only one rank.
 
     Raises:
-        BridgeError: they cannot be started, or were lost.
+        BridgeError: the ranks cannot be started, or one was lost.
     """
     if layout is not None and layout.world_size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported

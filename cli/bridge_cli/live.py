@@ -1,7 +1,6 @@
-"""A training run for people: a line per step and per evaluation and, on a terminal, a live view below the lines.
+"""Show a training run to people: a line per step and per evaluation and, on a terminal, a live view below them.
 
-rich's own thread draws the view and prints the lines above it: training hands it both, and does not wait for the
-terminal.
+rich's thread draws the view and prints the lines above it, so that training never waits for the terminal.
 """
 
 import itertools
@@ -35,25 +34,25 @@ from bridge.types import Group as Rollouts
 from bridge_cli import console
 
 PERIOD_S = 0.25
-"""Between two refreshes of the terminal."""
+"""Time between two refreshes of the terminal."""
 LONGEST_GOODBYE_S = 3.0
-"""A terminal that takes no more output holds up the end of a run for this long."""
+"""Longest time that a terminal which no longer accepts output delays the end of a run."""
 NARROWEST, LOWEST = 80, 24
 """Columns and rows of the smallest terminal that gets a view."""
 WIDE_ENOUGH = 100
-"""Columns of a terminal that also gets the ranges of the values."""
+"""Columns of a terminal that also shows the range of each value."""
 ROWS_FOR_LINES = 9
 """Rows that are left for the lines above the view."""
 MOST_SAMPLE_LINES = 12
 MOST_STEPS = 2000
 """Steps whose metrics are kept for the bars."""
 READ_CHARACTERS = 4000
-"""Characters of a text that are read to show a few lines of it."""
+"""Number of characters that are read from a text to show a few lines of it."""
 WIDE = re.compile(r"[^\0-\u052f]")
-"""Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide."""
+"""Characters outside Latin, Greek and Cyrillic, which a terminal may draw two cells wide."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 GAP = "  "
-"""Between two figures of a line."""
+"""Separator between two figures of a line."""
 PHASES = {
     "rollouts": "sampling and scoring",
     "train": "forward and backward",
@@ -81,7 +80,7 @@ def reporting_to_people(
 
 
 def wanted(terminal: Console, environment: Mapping[str, str], *, has_data: bool) -> bool:
-    """Return whether a person looks at `terminal`, and no lines of data on stdout would break the view."""
+    """Return whether `terminal` is interactive, and no lines of data on stdout would break the view."""
     return (
         terminal.is_interactive
         and not terminal.is_dumb_terminal
@@ -93,7 +92,7 @@ def wanted(terminal: Console, environment: Mapping[str, str], *, has_data: bool)
 
 
 class Lines(reporting.Reporter):
-    """Reports each step and each evaluation in a line: to people, and as JSON to `data`."""
+    """Reports each step and each evaluation as one line for people, and as JSON to `data`."""
 
     def __init__(
         self,
@@ -103,16 +102,16 @@ class Lines(reporting.Reporter):
         data: Callable[[str], None] | None = None,
         terminal: Console | None = None,
     ) -> None:
-        """Report a run of `num_steps`; `opening` comes before the first line, if there is one.
+        """Report a run of `num_steps`; `opening` is printed before the first line, if there is one.
 
-        A step's line is cut to the width of `terminal`; None: it is not cut.
+        The line of a step is cut to the width of `terminal`, if given.
         """
         self._num_steps = num_steps
         self._opening = opening
         self._data = data
         self._terminal = terminal
 
-    def step(self, metrics: StepMetrics, groups: Sequence[Rollouts]) -> None:  # noqa: ARG002 - the base's
+    def step(self, metrics: StepMetrics, groups: Sequence[Rollouts]) -> None:  # noqa: ARG002 - as inherited
         width = self._terminal.width if self._terminal else None
         self._report(step_line(metrics, self._num_steps, width=width), json_lines.line(metrics))
 
@@ -157,21 +156,21 @@ class View(reporting.Reporter):
         self._num_reports = 0
         self._drawn: Drawn | None = None
         self._lines: deque[Text] = deque()
-        """Lines that are not printed yet."""
+        """Lines that are yet to be printed."""
         self._printed: deque[Text] = deque(maxlen=ROWS_FOR_LINES - 1)
-        """The last lines; they are printed again when the terminal gets smaller."""
+        """The last printed lines, which are printed again when the terminal shrinks."""
         self._size = terminal.size
         self._painter: Painter | None = None
-        """None until the first phase: what opens a run may ask a person something."""
+        """None until the first phase, because opening a run may prompt the user."""
 
     def say(self, line: Text) -> None:
-        """Print `line` above the view soon, or at once if there is no view."""
+        """Queue `line` to be printed above the view, or print it at once if there is no view."""
         self._lines.append(line)
         if self._painter is None or self._painter.has_ended.is_set():
             self.print_lines()
 
     def wait_for(self, what: str) -> None:
-        """Show what is awaited; empty: the wait is over."""
+        """Show `what` Bridge is waiting for; an empty string ends the wait."""
         name = PHASES[self._phase] if self._phase else ""
         self._bars.update(self._phase_bar, description=escaped(what).partition("\n")[0] or name)
 
@@ -205,7 +204,7 @@ class View(reporting.Reporter):
         self._num_reports += 1
 
     def close(self) -> None:
-        """Remove the view; the lines stay."""
+        """Remove the view, but keep the lines."""
         if self._painter is not None:
             self._painter.is_over = True
             self._painter.has_ended.wait(LONGEST_GOODBYE_S)
@@ -217,7 +216,7 @@ class View(reporting.Reporter):
             return Group()
         if self._drawn is None or (self._drawn.size, self._drawn.num_reports) != (size, self._num_reports):
             self._drawn = Drawn(size, self._num_reports, self._drawing(size.width, size.height))
-        return Group(self._bars.get_renderable(), *self._drawn.body)  # between two reports, the bars alone move
+        return Group(self._bars.get_renderable(), *self._drawn.body)  # only the bars change between two reports
 
     def _drawing(self, width: int, height: int) -> list[Table | Text]:
         steps, evaluations = list(self._steps), list(self._evaluations)
@@ -227,7 +226,7 @@ class View(reporting.Reporter):
         return [table, *sample]
 
     def print_lines(self) -> bool:
-        """Print the waiting lines in one go, and return whether there were any."""
+        """Print all queued lines at once, and return whether there were any."""
         waiting = []
         with suppress(IndexError):  # another thread may take the last one
             while True:
@@ -238,7 +237,7 @@ class View(reporting.Reporter):
         return bool(waiting)
 
     def fit_terminal(self) -> None:
-        """Clear a terminal that got smaller, and print the last lines again: terminals wrap lines in different ways."""
+        """Clear a terminal that shrank and print the last lines again, because terminals rewrap lines differently."""
         size, self._size = self._size, self._terminal.size
         if self._size.width < size.width or self._size.height < size.height:
             self._terminal.clear()
@@ -250,12 +249,12 @@ class Drawn(NamedTuple):
 
     size: ConsoleDimensions
     num_reports: int
-    """Steps and evaluations that it shows."""
+    """Number of steps and evaluations reported when it was drawn."""
     body: list[Table | Text]
 
 
 class Painter(Live):
-    """rich's display and its thread, which prints a view's lines, too: only this thread waits for the terminal."""
+    """rich's live display, whose thread also prints the lines, so that no other thread waits for the terminal."""
 
     def __init__(self, view: View, terminal: Console) -> None:
         super().__init__(view, console=terminal, refresh_per_second=1 / PERIOD_S, transient=True, redirect_stdout=False)
@@ -268,17 +267,17 @@ class Painter(Live):
         try:
             super().start(refresh)
         except (OSError, SystemExit):
-            self.has_ended.set()  # the terminal is gone: whoever prints the next line finds out
+            self.has_ended.set()  # the terminal is gone: the next print gets the error
 
     def refresh(self) -> None:
-        """Print the waiting lines and draw the view; rich's thread calls this. An error ends the view, not the run."""
+        """Print the queued lines and draw the view; rich's thread calls this. An error ends the view, not the run."""
         if not self.is_started:  # stop() refreshes once more
             return
         is_last = True
         try:
-            is_over = self.is_over  # before the lines: none comes later
+            is_over = self.is_over  # read first, so that no line queued before it is missed
             self._view.fit_terminal()
-            if not self._view.print_lines():  # which draws the view as well
+            if not self._view.print_lines():  # printing lines draws the view as well
                 super().refresh()
             is_last = is_over
         except (OSError, SystemExit):
@@ -291,7 +290,7 @@ class Painter(Live):
 
 
 class Bars:
-    """A bar for each value, or for the mean of several if they are many; NaN is a gap."""
+    """A bar for each value, or for each mean of consecutive values if there are too many; NaN leaves a gap."""
 
     def __init__(self, values: Sequence[float], *, height: int = 1, style: str = "cyan") -> None:
         self.values = values
@@ -302,7 +301,7 @@ class Bars:
         yield Text("\n".join(self.rows(options.max_width)), style=self._style, no_wrap=True, overflow="crop")
 
     def rows(self, width: int) -> list[str]:
-        """Return the lines from the top down; differences below a fifth of the largest value look flat."""
+        """Return the lines from top to bottom; a spread below a fifth of the largest value is not magnified."""
         num_columns = min(width, len(self.values))
         edges = [index * len(self.values) // num_columns for index in range(num_columns + 1)] if num_columns else []
         columns = [statistics.fmean(self.values[start:end]) for start, end in itertools.pairwise(edges)]
@@ -323,9 +322,9 @@ class Bars:
 def _table(
     steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], *, room: int, has_ranges: bool
 ) -> tuple[Table, int]:
-    """Return a table of at most `room` lines, and their number.
+    """Return a table of at most `room` lines, and its number of lines.
 
-    It has the metrics declared `live` that are not 0 throughout, and those of a custom loss: the last value, and bars.
+    Each row has a metric's last value and bars: those declared `live` that are not always 0, and a custom loss's own.
     """
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(style="dim", no_wrap=True)
@@ -416,7 +415,7 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
 
 
 def summary_line(summary: Summary) -> str:
-    """Return the result of a run."""
+    """Return a line that sums up a finished run."""
     rewards = ""
     if summary.reward_before is not None and summary.reward_after is not None:
         rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
@@ -427,7 +426,7 @@ def summary_line(summary: Summary) -> str:
 
 
 def tokens_per_s(metrics: StepMetrics) -> float:
-    """Return the sampled tokens per second of sampling."""
+    """Return how many tokens were sampled per second of sampling."""
     return metrics.tokens_generated / metrics.sampling_s if metrics.sampling_s else 0.0
 
 
@@ -444,7 +443,7 @@ def duration(seconds: float) -> str:
 
 
 def value_range(low: str, high: str) -> str:
-    """Return a range of two values as text; its unit is written once if both ends have the same, and one alone."""
+    """Return a range of two values as text; a single unit that both values share is written once."""
     number, *units = low.split(" ")
     return f"{number if units == high.split(' ')[1:] and len(units) < 2 else low} to {high}"
 
@@ -458,5 +457,5 @@ def percent_or_dash(share: float) -> str:
 
 
 def or_dash(value: float, digits: int) -> str:
-    """Return `value`, or a dash of the same width if no token was trained: all rewards of each group were equal."""
+    """Return `value`, or a dash of the same width if no token was trained (each group's rewards were all equal)."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "-".center(digits + 2)

@@ -51,12 +51,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 MOST_DESCRIPTORS = 65_535
 PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
-"""How every command parses its flags: `--learning_rate` is `--learning-rate`."""
+"""How every command parses its flags: `--learning_rate` means `--learning-rate`."""
 MARKUP: Any = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
 class PlainTypes(TyperCommand if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Shows --help, the switches of shell completion and arguments without a type of Python's."""
+    """Shows --help, the shell completion switches and positional arguments without a Python type."""
 
     def get_params(self, ctx: Any) -> Any:
         parameters = super().get_params(ctx)
@@ -92,7 +92,7 @@ class LazyCommand(TyperCommand):
 
 
 def _unwrapped(docstring: str | None) -> str:
-    """Return a docstring with each paragraph in one line, which the terminal's width wraps."""
+    """Return a docstring with each paragraph on one line, so that it wraps at the terminal's width."""
     paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
 
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Allow as many open files as vLLM does: agents of a run may hold many connections, and 1024 is a common limit."""
+    """Allow as many open files as vLLM does: a run's agents may open many connections, and 1024 is a common limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -133,7 +133,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def answer(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; a user's mistake is reported as an error and a hint."""
+    """Run one command and return its exit code; user mistakes are reported as an error and a hint."""
     command_line.ARGUMENTS.set(tuple(arguments))
     group: Any = typer.main.get_command(app)
     group.commands |= {name: LazyCommand(name, *known) for name, known in COMMANDS.items()}
@@ -147,8 +147,8 @@ def answer(arguments: Sequence[str]) -> int:
         if not (missing := _missing_package(error)):
             raise
         console.error(
-            f"Python cannot find {missing}, a package that Bridge needs: {sys.executable} has only part of them",
-            "in Bridge's folder: make setup, or pip install -e . with this Python; bridge doctor shows the rest",
+            f"Python cannot find {missing}, a package that Bridge needs: {sys.executable} has only some of them",
+            "in Bridge's folder, run make setup, or pip install -e . with this Python; bridge doctor lists the rest",
         )
         return IncompatibleVersionError.exit_code
     except TyperException as error:
@@ -160,7 +160,7 @@ def answer(arguments: Sequence[str]) -> int:
 
 
 def _missing_package(error: ModuleNotFoundError) -> str | None:
-    """Return the package of another project that is not installed; None if a module of an installed one is missing."""
+    """Return the third-party package that is not installed; None if the missing module is part of an installed one."""
     package = (error.name or "").partition(".")[0]
     is_ours = package.startswith("bridge")
     return None if is_ours or not package or importlib.util.find_spec(package) else package
@@ -196,7 +196,7 @@ def _usage(error: TyperException) -> tuple[str, str]:
 
 
 def _near_flag(wrong: str, command: Any) -> str | None:
-    """Return the flag of `command` that is most like `wrong`, under Bridge's own name; None if none is."""
+    """Return the flag of `command` most similar to `wrong`, by Bridge's own name; None if none is similar."""
     from bridge.config import declaration
     from bridge.config.choices import Config, flag, own_names
 
@@ -207,13 +207,13 @@ def _near_flag(wrong: str, command: Any) -> str | None:
 
 
 def _stray(message: str, command: Any) -> str | None:
-    """Return the argument without a flag that click's `message` refuses, if `command` has --model: most mean that."""
+    """Return the positional argument that click's `message` refuses, if `command` has --model, its likely meaning."""
     refused = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((\S+).*\)", message, re.DOTALL)
     takes_model = any("--model" in option.opts for option in getattr(command, "params", ()))
     return refused[1] if refused and takes_model else None
 
 
 def report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    if kind is not KeyboardInterrupt:  # it came before the command began, or while its end is reported
+    if kind is not KeyboardInterrupt:  # Ctrl-C came before the command began, or while its end was reported
         sys.__excepthook__(kind, error, trace)
         console.note(REPORT)

@@ -21,13 +21,13 @@ from bridge.processes import children
 from bridge_cli import command_line, console
 
 LIMIT_S = 600.0
-"""Longest wait for nodes: a cluster that grows starts them first."""
+"""Longest wait for nodes, which an autoscaling cluster may have to start first."""
 END_LIMIT_S = 60.0
 PROGRAM = sys.executable, "-P", "-c", "from bridge_cli.main import main; main()"
 
 
 class Host:
-    """The actor on one node; Ray logs its output, and prints it where the cluster is used."""
+    """The actor on one node; Ray logs its output and forwards it to the driver's console."""
 
     def __init__(self) -> None:
         self._child: children.Child | None = None
@@ -39,7 +39,7 @@ class Host:
         return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
 
     def run(self, argv: Sequence[str], environment: dict[str, str], folder: str) -> int:
-        """Run the command in `folder`, if this node has it, and return its exit code."""
+        """Run the command, in `folder` if this node has that folder, and return the exit code."""
         os.chdir(folder if Path(folder).is_dir() else ".")
         child = children.start(argv, os.environ | environment, Path("/proc/self/fd/1"))
         self._child = child
@@ -56,12 +56,12 @@ class Host:
 
 
 def run(hosts: int, restarts: int, num_gpus: int, device: str, *, program: Sequence[str] = PROGRAM) -> int:
-    """Run this process's command on the nodes of a cluster, and return the exit code of the first host that failed.
+    """Run this process's command on the nodes of a cluster, and return the first nonzero exit code, or 0.
 
-    Each node takes `num_gpus` GPUs, unless `device` is the CPU, or `auto` in a cluster without GPUs.
+    The run reserves `num_gpus` GPUs per node, unless `device` is `cpu`, or `auto` in a cluster without GPUs.
 
     Raises:
-        UsageError: Ray is not installed, no cluster runs, or it has too few nodes.
+        UsageError: Ray is not installed, no cluster is running, or it has too few nodes.
         RankError: a node was lost more often than --restarts.
     """
     try:
@@ -97,8 +97,8 @@ def _placed(ray: Any, num_hosts: int, num_gpus: int, argv: list[str]) -> list[in
         with console.waiting(f"waiting for {num_hosts} nodes with {resources} each"):
             if not group.wait(LIMIT_S):
                 raise UsageError(
-                    f"--ray: no {num_hosts} nodes with {resources} each became free within {LIMIT_S:.0f} s",
-                    hint="see `ray status`, or choose other --hosts and --gpus",
+                    f"--ray: the cluster did not free {num_hosts} nodes with {resources} each within {LIMIT_S:.0f} s",
+                    hint="check `ray status`, or choose smaller --hosts and --gpus",
                 )
         make = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2)(Host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
@@ -115,7 +115,7 @@ def _placed(ray: Any, num_hosts: int, num_gpus: int, argv: list[str]) -> list[in
             ray.wait(running, num_returns=len(running), timeout=END_LIMIT_S)
             raise
     finally:
-        ray.util.remove_placement_group(group)  # ends the actors, and each its command
+        ray.util.remove_placement_group(group)  # ends the actors, each of which ends its command
 
 
 def _code(ray: Any, running: Any) -> int:

@@ -1,6 +1,6 @@
 """Open a run: its directory, its checkpoints and, with `--resume`, the run and checkpoint that it resumes.
 
-Not covered: going back to the checkpoint's state (`bridge/run/resuming.py`).
+Not covered: restoring the checkpoint's state (`bridge/run/resuming.py`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def open_run(
 ) -> "tuple[TrainConfig, RunDirectory, SavedCheckpoint | None]":
     """Open the run of `config`, which trains on the problems of `environment`, before anything is started.
 
-    Return the configuration with the folder of the checkpoints, the run directory, and what the run resumes from.
+    Return the configuration with the checkpoint folder set, the run directory, and the checkpoint to resume from.
     """
     from bridge.checkpoints import metrics
     from bridge.engine import reference
@@ -47,7 +47,7 @@ def open_run(
     if checkpoint is not None:
         checkpoint.check_left(config.training_steps)
         resuming.check(checkpoint, config, environment)  # what changed is reported once the run is open
-    made = folder_claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
+    made = folder_claim.make(folder, what="checkpoint folder", flag="--save-path") if folder else ()
     try:
         steps = range(checkpoint.progress.step if checkpoint else 0, config.training_steps)
         _refuse_overwriting(folder, run_dir, prefix, steps, resume=config.resume)
@@ -69,10 +69,10 @@ def open_run(
 def _resumed(
     run_dir: Path | None, save_path: Path | None, prefix: str, wanted: Mapping[str, Any]
 ) -> "tuple[Path | None, Path | None, SavedCheckpoint | None]":
-    """Return the run directory and the folder of the checkpoints to resume from, and the newest checkpoint there.
+    """Return the run directory and the checkpoint folder to resume from, and the newest checkpoint there.
 
-    They are those of --save-path, else of --run-dir, else of the newest run with the choices `wanted`. Newer runs and
-    checkpoints that cannot be resumed are reported.
+    They come from --save-path, else from --run-dir, else from the newest run whose choices match `wanted`. Newer runs
+    and checkpoints that cannot be resumed are reported.
     """
     if run_dir is not None:
         run = RunDirectory(run_dir)
@@ -111,7 +111,7 @@ def _newest_checkpoint(folder: Path, prefix: str) -> "SavedCheckpoint | None":
 def _directory(
     run_dir: Path | None, save_path: Path | None, checkpoint: "SavedCheckpoint | None", task: str, *, resume: bool
 ) -> RunDirectory:
-    """Return the directory of the run that is resumed, or a new one."""
+    """Return the run directory of the resumed run, or a new one."""
     step, own = (checkpoint.progress.step, checkpoint.progress.run_dir) if checkpoint else (0, None)
     path = run_dir or own
     if resume and path and save_path and path.is_dir():
@@ -128,10 +128,10 @@ def _directory(
 def _refuse_overwriting(
     save_path: Path | None, run_dir: Path | None, prefix: str, steps: range, *, resume: bool
 ) -> None:
-    """Refuse to start where a checkpoint after one of `steps` would overwrite a folder that it may not replace."""
+    """Refuse to start if saving after one of `steps` would overwrite a folder that Bridge must not replace."""
     from bridge.checkpoints import checkpoint
 
-    another = f"name another folder with {'--save-path' if save_path else '--run-dir'}"
+    another = f"choose a different folder with {'--save-path' if save_path else '--run-dir'}"
     save_path = save_path or (RunDirectory(run_dir).checkpoints if run_dir else None)
     if save_path is None:
         return
@@ -141,11 +141,11 @@ def _refuse_overwriting(
             ours.append(folder.name)
         elif step - 1 in steps and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
-                f"{folder} is not a checkpoint of Bridge, and step {step} would be saved under its name",
+                f"{folder} is not a Bridge checkpoint, and step {step} would be saved under this name",
                 hint=f"move it away, or {another}",
             )
     if ours and not resume:
         raise UsageError(
             f"{save_path} holds checkpoints of another run: {', '.join(ours[-3:])}",
-            hint=f"resume from the newest with --resume, or {another}",
+            hint=f"resume from the newest one with --resume, or {another}",
         )

@@ -35,18 +35,18 @@ METAVARS: Mapping[Any, str] = {
 }  # fmt: skip
 PATHS = ("PATH", "FOLDER", "FILE")
 HOME: Mapping[str, Any] = {"parser": paths.expanded}
-"""Takes a path, `~` included: no shell replaces it in `--out=~/x`."""
+"""Parses a path and expands `~`, which shells leave alone in `--out=~/x`."""
 ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-"""What is written behind a switch, which takes no value."""
+"""Values that users write after a switch, although it takes none."""
 WIDEST_METAVAR = 15
-"""Columns; a wider list of choices goes into the help text, or 80 columns do not hold the flags' names."""
+"""Columns; a wider list of choices goes into the help text, so that the flags' names fit into 80 columns."""
 
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print the results as JSON objects on stdout.")]
 TOML = "TOML file with choices; BRIDGE_* variables and flags override it."
 
 
 def option(flag: str, metavar: str, text: str, **more: Any) -> Any:
-    """Return an option of a command's own, whose default `text` explains."""
+    """Return an option that only this command has; `text` explains its default."""
     more = {**HOME, **more} if metavar in PATHS else more
     return typer.Option(flag, metavar=metavar, help=text, show_default=False, show_envvar=False, **more)
 
@@ -56,8 +56,8 @@ def from_config(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag per field of `configs`, and pass it one resolved configuration per class.
 
-    The command's keyword-only parameters are options of its own. A field that several classes know, by its name or
-    by a synonym, is one flag. The fields in `hide` are left out of the help text.
+    The command's keyword-only parameters are options that only it has. A field that several classes declare, under its
+    name or a synonym, becomes one flag. The fields in `hide` are left out of the help text.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +90,7 @@ def _refuse_stray(positional: Sequence[str]) -> None:
 
 
 def stray_hint(stray: str) -> str:
-    """Return what an argument without a flag is likely to mean: the value of a switch, or the model."""
+    """Return a hint about what a positional argument probably means: the value of a switch, or the model."""
     given = command_line.ARGUMENTS.get()
     before = given[given.index(stray) - 1] if stray in given[1:] else ""
     if before.startswith("--") and stray.lower() in (*ON, *OFF):
@@ -99,13 +99,13 @@ def stray_hint(stray: str) -> str:
 
 
 def switch_hint(name: str, value: str) -> str:
-    """Return the form of the switch `name` that means `value`."""
+    """Return a hint with the form of the switch `name` that means `value`."""
     form = name if value.lower() in ON else f"--no-{name.removeprefix('--')}"
     return f"a switch takes no value, did you mean {form}?"
 
 
 def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict[str, Any]:
-    """Drop what was not given, and refuse two flags that contradict each other about one field."""
+    """Drop flags that were not given, and refuse two flags that set the same field differently."""
     flags = {key: value for key, value in given.items() if value is not None}
     if flags.pop("single_copy", False):
         flags.setdefault("weight_bridge_mode", "shared_vllm")
@@ -117,14 +117,14 @@ def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict
             first, before = first_given.setdefault(cls.field_of(key) or key, (key, value))
             if before != value:
                 raise UsageError(
-                    f"{flag(first)} {before} and {flag(key)} {value} contradict each other: they are one choice",
+                    f"{flag(first)} {before} and {flag(key)} {value} contradict each other: they set the same choice",
                     hint=f"give only one of {flag(first)} and {flag(key)}",
                 )
     return flags
 
 
 def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator[inspect.Parameter]:
-    """Yield the shown flags in the order of the panels, then every other name of a field."""
+    """Yield the flags shown in the help text, panel by panel, then the hidden ones: every other name of a field."""
     shown: dict[str, Choice] = {}
     for cls in configs:
         for name, choice in cls.choices().items():
@@ -146,7 +146,7 @@ def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator
 
 
 def _synonyms(name: str, configs: tuple[type[Config], ...]) -> list[str]:
-    """Return the other names of the field `name`, in whichever class it is one."""
+    """Return every other name that any of `configs` has for the field `name`."""
     known = [{key, *choice.synonyms} for cls in configs for key, choice in cls.choices().items()]
     return sorted(set[str]().union(*(names for names in known if name in names)) - {name})
 
@@ -173,7 +173,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _values(name: str, field: FieldInfo, kind: Any) -> tuple[str, ...]:
-    """Return what the shell offers for a choice: all its values, or those that its description names beside files."""
+    """Return the values that shell completion offers: all of a choice, or those that its description names."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     named = re.findall(r"`(\w+)`", field.description or "") if name in ("loss", "environment") else []
@@ -195,7 +195,7 @@ def _help(name: str, field: FieldInfo, kind: Any, synonyms: list[str]) -> str:
     text += f" Also {', '.join(also)}." if also else ""
     if field.is_required():
         return text + escape(" [required]")
-    if field.default in (None, PydanticUndefined) or "(default:" in text:  # it is explained
+    if field.default in (None, PydanticUndefined) or "(default:" in text:  # the text explains it
         return text
     default = ("no", "yes")[field.default] if isinstance(field.default, bool) else field.default
     return text + escape(f" [default: {default}]")

@@ -63,16 +63,16 @@ class Plan:
 
     model: str
     num_params: int
-    exact: bool  # whether they were counted in the model's files
+    exact: bool  # whether the parameters were counted in the model's files
     num_gpus: int
-    gpu_gib: float  # of each
+    gpu_gib: float  # per GPU
     host_gib: float | None  # None: unknown
     least_kv_tokens: int
     rows: tuple[Row, ...]
     obstacles: tuple[Obstacle, ...]
     sight: str  # what its vision model is used for; empty: it has none
-    recommended: str | None  # the command for the most precise setup that fits
-    recommended_without_host: str | None  # and for one without host memory, if that one needs it
+    recommended: str | None  # command for the most precise setup that fits
+    recommended_without_host: str | None  # the same without host memory, if `recommended` uses some
 
 
 @from_config(ServeConfig, TrainConfig, hide=HIDDEN)
@@ -96,7 +96,7 @@ def plan(
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
     if not gpus:
         raise UsageError("this machine has no GPU to plan for", hint="give its memory in GiB: --gpu-memory 80")
-    host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
+    host_bytes = left_bytes() if gpu_memory is None else math.inf  # another machine's is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
     rank_gpus.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
@@ -129,7 +129,7 @@ def plan(
 
 
 def _obstacles(model: Path, quantization: Quantization | None, reload: str) -> list[Obstacle]:
-    """Return what rules out modes for the model: its architecture, or choices that exclude mode `none`."""
+    """Return the obstacles that rule out modes: the model's architecture, and choices that exclude mode `none`."""
     obstacles = model_checks.obstacles(model_checks.read(str(model)) or {})
     excluded = combinations.error(mode="none", quantization=quantization, reload=reload)
     if excluded is not None:
@@ -138,7 +138,7 @@ def _obstacles(model: Path, quantization: Quantization | None, reload: str) -> l
 
 
 def _open_modes(name: str, chosen: str | None, obstacles: Sequence[Obstacle]) -> list[str]:
-    """Return the modes, or the chosen one, that can train the model, as `bridge doctor --model` finds them."""
+    """Return which modes, or whether the `chosen` one, can train the model; `bridge doctor --model` agrees."""
     requested = (chosen,) if chosen else MODES
     modes = [mode for mode in requested if not any(mode in obstacle.modes for obstacle in obstacles)]
     if not modes:
@@ -149,7 +149,7 @@ def _open_modes(name: str, chosen: str | None, obstacles: Sequence[Obstacle]) ->
 
 
 def _show(plan: Plan, *, everything: bool) -> None:
-    """Print the recommended setup, or the nearest ones if none fits; `everything`: all of them."""
+    """Print the recommended setup, or the ones closest to fitting if none fits; with `everything`, print them all."""
     counted = "counted in its files" if plan.exact else "estimated from its dimensions"
     where = f" on each of {plan.num_gpus} GPUs" if plan.num_gpus > 1 else " of GPU memory"
     console.note(f"{plan.num_params / 1e9:.2f}B parameters, {counted}; {plan.gpu_gib:.1f} GiB{where}")
@@ -170,7 +170,7 @@ def _show(plan: Plan, *, everything: bool) -> None:
     lines = [LEGEND, *(line for word, line in WORDS.items() if any(word in row.name for row in shown))]
     if most := max(row.sums_gib for row in shown):
         lines.append(
-            f"grads: in bf16; with more than {memory.FEW} micro-batches an update they are summed in float32\n"
+            f"grads: in bf16; with more than {memory.FEW} micro-batches per update they are summed in float32\n"
             f"if that fits, in up to {most:.1f} GiB more"
         )
     console.note("\n".join(lines), style="dim")

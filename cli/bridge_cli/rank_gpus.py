@@ -1,4 +1,4 @@
-"""How many ranks a run has, which of them share a server, and which GPUs those of this host have."""
+"""Decide how many ranks a run has, which of them share a server, and which GPUs the ranks of this host use."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,23 +16,23 @@ MOST_PORT = 65535
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks of one host, and how they meet those of the others."""
+    """The ranks of one host, and how they meet the ranks of other hosts."""
 
     tp_size: int
-    """Ranks that share a server."""
+    """Number of ranks that share a server."""
     device: str
     gpus: Sequence[str | None]
-    """For each rank, what CUDA_VISIBLE_DEVICES is for it and its server; None: unchanged."""
+    """CUDA_VISIBLE_DEVICES for each rank and its server; None: unchanged."""
     hosts: int = 1
     rendezvous: str | None = None
     """`--rendezvous`, where several hosts meet."""
     restarts: int = 0
     cp_size: int = 1
-    """Ranks that cut a pass among them."""
+    """Number of ranks that split each training pass among them."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of all hosts."""
+        """Number of ranks on all hosts."""
         return len(self.gpus) * self.hosts
 
 
@@ -40,7 +40,7 @@ def check_cuts(name: str, num_slices: int) -> None:
     """Check that training passes of the model `name` can be cut into `num_slices`.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: the passes cannot be cut this way.
     """
     described = model.read(name) if num_slices > 1 else None
     if described is not None and (reason := model.uncut(described, num_slices)):
@@ -55,7 +55,7 @@ def check_divides(name: str, parts: int, num_slices: int = 1) -> None:
     """Check that vLLM can cut the model `name` into `parts`, and the trainer its passes into `num_slices`.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: one of them cannot.
     """
     check_cuts(name, num_slices)
     described = model.read(name) if parts > 1 else None
@@ -79,21 +79,21 @@ def of_started(
     restarts: int = 0,
     samples_here: bool = True,
 ) -> RankLayout:
-    """Return the ranks of this host for the `dp_size` servers that it starts: each rank has a GPU.
+    """Return the layout of this host's ranks, one per GPU, for the `dp_size` servers that it starts.
 
-    `tp_size` ranks train on one server, on GPUs in a row. `gpus` is `--gpus`. Unless the run `samples_here`, its
-    servers are at ports that others know.
+    `tp_size` ranks train on one server, on consecutive GPUs. `gpus` is `--gpus`. Unless the run `samples_here`, its
+    servers have fixed ports, which other programs know.
 
     Raises:
-        UsageError: there are fewer GPUs, or no whole number of servers has them.
+        UsageError: the host has too few GPUs, or they do not divide evenly among servers.
     """
     if hosts == 1 and rendezvous is not None:
         raise UsageError(f"--rendezvous {rendezvous} has no effect on one host", hint="add --hosts H")
     check_divides(serve.model, serve.tensor_parallel_size, cp_size)
     most = MOST_PORT + 1 - dp_size * hosts
-    if not samples_here and serve.port > most:  # each server has the port after the one before
+    if not samples_here and serve.port > most:  # the servers use consecutive ports
         raise UsageError(
-            f"--port {serve.port}: the servers of all replicas have ports in a row, up to {MOST_PORT}",
+            f"--port {serve.port}: the servers of all replicas use consecutive ports, up to {MOST_PORT}",
             hint=f"--port {most} or lower",
         )
     device = ""
@@ -107,13 +107,13 @@ def of_started(
 def of_running(
     servers: Sequence[Manifest], tp_size_of: Callable[[int], int], *, cp_size: int, restarts: int
 ) -> RankLayout:
-    """Return the ranks for servers that run: one for each part of a server's weights, on the part's GPU.
+    """Return the layout of the ranks for running servers: one rank per shard of a server's weights, on the shard's GPU.
 
-    There is one for each server that trains elsewhere. `tp_size_of` returns the number of ranks that train on a server
-    with this many shards.
+    If the trained weights are not in the server's memory, each server has one rank. `tp_size_of` returns the number
+    of ranks that train on a server with this many shards.
 
     Raises:
-        UsageError: what is trained cannot be cut into parts.
+        UsageError: the trained weights cannot be sharded.
     """
     if not servers:
         return RankLayout(1, "", [None], cp_size=cp_size)
@@ -126,7 +126,7 @@ def of_running(
 
 
 def _visible(count: int, tp_size: int, requested: int, device: str) -> list[str | None]:
-    """Return the GPUs that each of `count` ranks sees: those of its replica; `requested` is `--gpus`."""
+    """Return the GPUs visible to each of `count` ranks, which are those of its replica; `requested` is `--gpus`."""
     if device != "cuda" or count == 1:
         return [None] * count
     num_gpus = len(accelerator.gpu_memory_bytes())
@@ -134,7 +134,7 @@ def _visible(count: int, tp_size: int, requested: int, device: str) -> list[str 
         wanted = f"--gpus {count}" if requested > 1 else f"--tensor-parallel-size {tp_size}"
         fitting = [f"--gpus {max(num_gpus // tp_size * tp_size, min(tp_size, num_gpus))}"] if requested > 1 else []
         fitting += [f"--tensor-parallel-size {num_gpus}"] if tp_size > num_gpus else []
-        raise UsageError(f"{wanted}: this host shows {num_gpus}", hint=" ".join(fitting))
+        raise UsageError(f"{wanted}: this host has only {num_gpus} visible", hint=" ".join(fitting))
     given = os.environ.get(VISIBLE)
     numbers = given.split(",") if given else [*map(str, range(num_gpus))]
     replicas = [",".join(numbers[first : first + tp_size]) for first in range(0, count, tp_size)]

@@ -1,11 +1,11 @@
-"""Start, number, watch and restart the ranks of a run on this host, by TorchElastic.
+"""Start, number, watch and restart the ranks of a run on this host, with TorchElastic.
 
 Each rank is a process with this process's command line (`rank_process.main`). It exits with 0 unless a restart could
-help: only when a rank or a host was lost does TorchElastic see a failure, and restart all ranks from the newest
+help. TorchElastic thus sees a failure only when a rank or a host was lost, and then restarts all ranks from the newest
 checkpoint.
 
 On one host the rendezvous is a file, which no other user can reach. Several hosts meet at --rendezvous, torch's own
-store, which trusts everything that reaches it.
+store, which trusts every client that can reach it.
 
 Source: "Elastic Agent" and "Rendezvous" in PyTorch's documentation; setsid(2).
 """
@@ -44,17 +44,17 @@ RUN_ID = "bridge"
 LIMIT_S = 600
 """Longest wait for all hosts."""
 END_LIMIT_S = 3600
-"""Longest wait for ranks that end, and save what they have; a second Ctrl-C reaches them, too."""
+"""Longest wait for ranks to save their state and exit; a second Ctrl-C reaches them, too."""
 EXIT_LIMIT_S = 30.0
-"""Longest wait for the other hosts after the last rank of this one ended."""
+"""Longest wait for the other hosts after the last rank of this host has exited."""
 POLL_S = 0.1
 EXAMPLE = "such as --rendezvous 10.0.0.1:29400"
 
 
 class Agent(LocalElasticAgent):
-    """TorchElastic's supervisor of the ranks of this host, which lets ranks end by themselves once one has failed.
+    """TorchElastic's agent for the ranks of this host; once a rank has failed, it lets the others exit by themselves.
 
-    They notice a lost rank, and the first one saves the weights of the last step.
+    They notice the lost rank, and the first rank saves the weights of the last step.
     """
 
     def __init__(self, spec: WorkerSpec, scratch: Path, hosts: int) -> None:
@@ -62,26 +62,26 @@ class Agent(LocalElasticAgent):
         self._scratch = scratch
         self._hosts = hosts
         self._killed: dict[int, int] = {}
-        """Number of each rank that a signal ended by itself -> the signal."""
+        """Local rank -> the signal that killed it."""
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """Return the process of every rank, in their order."""
+        """Return the process of every rank, in rank order."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handlers[number].proc for number in sorted(handlers)]
 
     def has_finished(self) -> bool:
-        """Return whether no rank was lost, and all have ended."""
+        """Return whether all ranks have exited and none was lost."""
         codes = [process.poll() for process in self.processes()]
         return bool(codes) and not any(code is None or code for code in codes)
 
     def loss(self) -> RankError:
-        """Return why ranks were lost, and where the output is."""
+        """Return an error that says why a rank was lost, and where its output is."""
         workers = self.get_worker_group().workers
         for local_rank, number in self._killed.items():
             worker, log = workers[local_rank], (self._scratch / f"{local_rank}.log").resolve()
             where = f"its output is in {log}" if local_rank else "its output is above"
             return RankError(
-                f"rank {worker.global_rank} of {worker.world_size} was ended by {signal.Signals(number).name}",
+                f"rank {worker.global_rank} of {worker.world_size} was killed by {signal.Signals(number).name}",
                 hint=f"continue with --resume; {where}",
             )
         for report in sorted(self._scratch.glob("*.json")):
@@ -101,7 +101,7 @@ class Agent(LocalElasticAgent):
             super()._rendezvous(worker_group)
         number: Any = worker_group.group_rank
         if number:
-            console.note(f"host {number + 1} of {self._hosts}; the first one reports")
+            console.note(f"host {number + 1} of {self._hosts}; the first host prints the progress")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {local_rank: process.poll() for local_rank, process in enumerate(self.processes())}
@@ -117,7 +117,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *_: object, **__: object) -> None:
-        """End the ranks: after a signal, by sending it to them; else they have to end by themselves."""
+        """End the ranks by sending them the signal `death_sig`; without one, wait for them to exit by themselves."""
         if self._pcontext is None:
             return
         try:
@@ -130,7 +130,7 @@ class Agent(LocalElasticAgent):
                 raise
 
     def _let_end(self) -> None:
-        """Wait for all ranks, if all have met: one that still waits for another has nothing to save."""
+        """Wait for all ranks to exit, unless one has not joined the others yet: no rank has anything to save then."""
         deadline = time.monotonic() + END_LIMIT_S
         while time.monotonic() < deadline:
             running = [number for number, process in enumerate(self.processes()) if process.poll() is None]
@@ -176,7 +176,7 @@ def launch(layout: RankLayout) -> int:
 
 
 def _note_interrupt(scratch: Path) -> None:
-    """Print that a signal ended the run, unless this host's first rank did: one that lost another prints nothing."""
+    """Print that a signal ended the run, unless this host's first rank did (it does not after losing another rank)."""
     report = scratch / "0.json"
     document = json.loads(report.read_text()) if report.exists() else {}
     if not document.get("code") or "message" in document:
@@ -191,7 +191,7 @@ def _spec(layout: RankLayout, handler: Any, scratch: Path) -> WorkerSpec:
         "tp_size": layout.tp_size, "cp_size": layout.cp_size, "device": layout.device, "gpus": layout.gpus,
         "scratch": str(scratch), "variables": variables,
     }  # fmt: skip
-    leash = "-I", "-S", str(children.LEASH), str(os.getpid())  # a rank ends with this process, however that ends
+    leash = "-I", "-S", str(children.LEASH), str(os.getpid())  # ends the rank with this process, in any case
     python = sys.executable, "-P", "-c", MAIN
     return WorkerSpec(
         role="rank",
@@ -205,17 +205,17 @@ def _spec(layout: RankLayout, handler: Any, scratch: Path) -> WorkerSpec:
 
 
 def _prepare_elastic() -> None:
-    """Let TorchElastic act on the signals that end a run, and print nothing."""
+    """Make TorchElastic act on the signals that end a run, and silence its log."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
     acting = [number for number in SIGNALS if number != signal.SIGQUIT and signal.getsignal(number) != signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in acting)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the store of lost ranks is not used again
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a restart does not reuse the store of lost ranks
 
 
 def _rendezvous(layout: RankLayout, scratch: Path) -> RendezvousParameters:
-    """Return how the hosts meet: the first one, whose address sorts before the others' names, has --rendezvous."""
+    """Return how the hosts meet: the first host has --rendezvous, and its address sorts before the others' names."""
     options: dict[str, Any] = {"join_timeout": LIMIT_S, "read_timeout": LIMIT_S}
     if layout.hosts == 1:
         options |= {"store_type": "file", "local_addr": LOOPBACK}
@@ -230,7 +230,7 @@ def address(layout: RankLayout) -> tuple[str, int]:
     """Return the host and the port of --rendezvous.
 
     Raises:
-        UsageError: it is missing, or other hosts cannot reach it.
+        UsageError: --rendezvous is missing or malformed, or other hosts cannot reach it.
     """
     given = layout.rendezvous or ""
     host, colon, port = given.rpartition(":")
@@ -245,20 +245,20 @@ def address(layout: RankLayout) -> tuple[str, int]:
         resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
     except socket.gaierror as error:
         raise UsageError(
-            f"--rendezvous {given}: there is no host {host}: {error.strerror}",
+            f"--rendezvous {given}: cannot resolve the host {host}: {error.strerror}",
             hint=f"give the address of one of the hosts, {EXAMPLE}",
         ) from error
     ip = ipaddress.ip_address(str(resolved).partition("%")[0])
     if ip.is_unspecified or (ip.is_loopback and host not in (str(ip), "localhost")):
         raise UsageError(
-            f"--rendezvous {given} is {ip} on this host, where no other host can reach it",
+            f"--rendezvous {given} resolves to {ip} on this host, which no other host can reach",
             hint=f"give the address of one of the hosts, {EXAMPLE}",
         )
     return host, int(port)
 
 
 def _can_listen(host: str, port: int) -> bool:
-    """Return whether this host has that address, and the port is free.
+    """Return whether `host` is an address of this host, and `port` is free.
 
     Raises:
         UsageError: the port is reserved for root.
@@ -274,7 +274,7 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 def _interface(layout: RankLayout) -> str | None:
-    """Return the network interface on which this host's ranks reach the others; None if it is not known."""
+    """Return the network interface on which this host's ranks reach the others; None if it cannot be determined."""
     if layout.hosts == 1:
         return "lo"
     family, *_, remote = socket.getaddrinfo(*address(layout), type=socket.SOCK_DGRAM)[0]
@@ -288,10 +288,10 @@ def _interface(layout: RankLayout) -> str | None:
 
 
 def _not_met(layout: RankLayout, error: RendezvousError, seconds: float) -> BridgeError:
-    reason = f"not all {layout.hosts} hosts came within {seconds:.0f} s"
+    reason = f"not all {layout.hosts} hosts joined within {seconds:.0f} s"
     if not isinstance(error, RendezvousTimeoutError):
-        reason = f"no host of the run answers there: {error.__cause__ or error}".splitlines()[0]
+        reason = f"no host of the run is listening there: {error.__cause__ or error}".splitlines()[0]
     return UsageError(
         f"--rendezvous {layout.rendezvous}: {reason}",
-        hint="start the same command on each host, and see that they can reach this address and port",
+        hint="start the same command on each host, and check that they can reach this address and port",
     )

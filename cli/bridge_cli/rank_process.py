@@ -36,9 +36,9 @@ OF_ELASTIC = {
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 }  # fmt: skip
-"""Variables that TorchElastic or the launcher sets: vLLM and other libraries would take them for their own."""
+"""Variables that TorchElastic or the launcher sets, and that vLLM and other libraries would misread as theirs."""
 LOST = 1
-"""Exit code of a rank that lost another one: TorchElastic restarts all."""
+"""Exit code of a rank that lost another rank, after which TorchElastic restarts all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,13 @@ class OwnRank:
     device: str
     address: str
     port: int
-    """Where the ranks meet; the first one listens."""
+    """Port at `address` where the ranks meet; the first rank listens there."""
     scratch: Path
     """The launcher's scratch folder, for reports."""
 
     @classmethod
     def of_elastic(cls, settings: dict[str, Any]) -> "OwnRank":
-        """Take the variables that TorchElastic set out of the environment."""
+        """Read the variables that TorchElastic set, and remove them from the environment."""
         names = [name for name in os.environ if name in OF_ELASTIC or name.startswith("TORCHELASTIC_")]
         variables = {name: os.environ.pop(name) for name in names}
         local_rank = int(variables["LOCAL_RANK"])
@@ -73,11 +73,11 @@ class OwnRank:
 
     @property
     def run_dir(self) -> Path:
-        """A link to the run directory, for a restart."""
+        """A link to the run directory, which restarted ranks resume from."""
         return self.scratch / "run"
 
     def keep(self, run_dir: Path) -> None:
-        """Let ranks that are restarted resume the run in `run_dir`."""
+        """Remember `run_dir`, so that restarted ranks resume the run there."""
         if not self.run_dir.is_symlink():
             self.run_dir.symlink_to(run_dir.absolute())
 
@@ -99,7 +99,7 @@ class OwnRank:
         return ranks
 
     def log_to(self, path: Path, *, moves: bool = False) -> None:
-        """Write the output of this rank to `path`; `moves`: with that so far."""
+        """Redirect the output of this rank to `path`; with `moves`, also move its earlier output there."""
         log = self.scratch / f"{self.local_rank}.log"
         sys.stdout.flush()
         sys.stderr.flush()
@@ -113,20 +113,20 @@ class OwnRank:
             os.dup2(output.fileno(), sys.stderr.fileno())
 
     def report(self, code: int, error: RankError | None = None) -> None:
-        """Let the launcher know how this rank ended; UsageError if the disk is full."""
+        """Report to the launcher how this rank ended; raises UsageError if the disk is full."""
         lost = {} if error is None else {"message": error.message, "hint": error.hint}
         atomic_file.replace(self.scratch / f"{self.local_rank}.json", json.dumps({"code": code, **lost}).encode())
 
 
 OWN_RANK: ContextVar[OwnRank | None] = ContextVar("OWN_RANK", default=None)
-"""None: the user started this process."""
+"""This process as a rank; None: the user started this process."""
 
 
 @contextlib.contextmanager
 def joined() -> "Iterator[Ranks]":
-    """Yield the ranks of the run: this process alone if the user started it.
+    """Yield the ranks of the run; if the user started this process, it is the only rank.
 
-    A rank that lost another one reports it to the launcher, and exits.
+    A rank that lost another rank reports this to the launcher and exits.
     """
     from bridge.ranks.world import ALONE
 
@@ -146,7 +146,7 @@ def joined() -> "Iterator[Ranks]":
 
 
 def join_run_directory(ranks: "Ranks", path: Path) -> RunDirectory:
-    """Return the run directory as any rank but the first, and write this rank's output there."""
+    """Join the run directory on any rank but the first, and write this rank's output there."""
     own = OWN_RANK.get()
     assert own is not None, "the launcher started it"
     if own.local_rank == 0:
@@ -159,7 +159,7 @@ def join_run_directory(ranks: "Ranks", path: Path) -> RunDirectory:
 
 
 def _run_directory_of_host(path: Path) -> RunDirectory:
-    """Return the run directory on another host than the first, or the first one's if both see it."""
+    """Return this host's run directory, which is the first host's if both hosts see it; not called on the first."""
     if not (path.is_dir() and folder_claim.is_claimed(path)):
         folder_claim.make(path, what="run directory", flag="--run-dir")
         folder_mark.put(path, "run")
@@ -167,10 +167,10 @@ def _run_directory_of_host(path: Path) -> RunDirectory:
 
 
 def main() -> None:
-    """Run the command that the launcher was given, as one of its ranks, and exit."""
+    """Run the launcher's command as one of its ranks, and exit."""
     from bridge_cli import main as command
 
-    # SIGTERM at the launcher's death would be an interrupt, on which all ranks agree; this host is lost
+    # If the launcher dies, this host is lost; SIGTERM would count as an interrupt, which all ranks have to agree on.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.argv = ["bridge", *arguments]  # the user's command, which the run records

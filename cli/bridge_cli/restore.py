@@ -1,6 +1,6 @@
 """`bridge restore`: load a checkpoint into a live server's weights, in place, even if they are half-written.
 
-Everything is checked before the server is paused: a refusal has changed nothing.
+Everything is checked before the server is paused, so that a refusal changes nothing.
 """
 
 import json
@@ -29,7 +29,7 @@ COMPUTED_WITH = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
 )  # fmt: skip
-"""What a model computes with its weights: models that differ here may have weights of the same names and shapes."""
+"""Settings that decide how weights are used: models that differ here may have the same weight names and shapes."""
 
 Checkpoint = Annotated[
     str,
@@ -63,7 +63,7 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
             write = _adapter_writer(client, exported, folder) if is_adapter else _model_writer(exported, folder)
         version = 0 if progress is None else progress.weight_version
         update = Update(version=version, takeover=True, last_checkpoint=folder)
-        with deferred_interrupt():  # what was done is printed before an interrupt acts
+        with deferred_interrupt():  # the result is printed before an interrupt takes effect
             writes: Written = "adapter" if is_adapter else "weights"
             with console.waiting(f"Loading {folder}"), fence.publish(client, update, writes=writes) as window:
                 write()
@@ -78,7 +78,7 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
 
 
 def _folder_of(checkpoint: str) -> Path:
-    """Return the folder `checkpoint`, or that of the model of this name in the hub's cache."""
+    """Return the folder `checkpoint`, or the folder in the hub's cache of the model with this name."""
     from bridge.planning import model_size
 
     try:
@@ -91,7 +91,7 @@ def _folder_of(checkpoint: str) -> Path:
 
 
 def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
-    """Check that `folder` holds weights of the served model, and return what loads them."""
+    """Check that `folder` holds weights of the served model, and return a function that loads them."""
     from bridge.ranks.world import Ranks
     from bridge.weights import attach, model_folder, skeleton
     from bridge.weights.rank_parts import Parts
@@ -110,8 +110,8 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
         differences = "; ".join(f"{key} {stored.get(key)}, expected {expected.get(key)}" for key in others[:3])
         serve_it = f"bridge serve-vllm --model {shlex.quote(str(folder))}"
         raise UsageError(
-            f"{folder} is of another model than {name}, which the server serves: {differences}",
-            hint=f"name a checkpoint of {name}, or serve that one: {serve_it}",
+            f"{folder} does not hold the served model, {name}: {differences}",
+            hint=f"name a checkpoint of {name}, or serve this model: {serve_it}",
         )
     model_folder.check(served, folder, parts[0])
 
@@ -128,14 +128,14 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
 
 
 def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) -> Callable[[], None]:
-    """Check that the adapter in `folder` fits the server's slots, and return what loads it into one."""
+    """Check that the adapter in `folder` fits the server's slots, and return a function that loads it into one."""
     from bridge.weights import stored_tensors
 
     shard = exported.shards[0]
     if not shard.lora_slots:
         raise AttachError(
-            f"{folder} holds an adapter, and the server takes none",
-            hint="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
+            f"{folder} holds an adapter, but the server does not accept adapters",
+            hint="bridge serve-vllm --max-lora-rank R, or name a checkpoint with full model weights",
         )
     stored_tensors.check_adapter(folder, shard)
 
@@ -143,7 +143,7 @@ def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) 
         try:
             client.load_into_slot(folder)
         except AttachError:  # vLLM loads an adapter completely or not at all
-            with suppress(AttachError):  # weights that were half-written before stay so
+            with suppress(AttachError):  # refused if the weights were already half-written
                 client.resume()
             raise
 

@@ -53,16 +53,16 @@ def run(
 
     For example: bridge run --model MODEL --environment gsm8k --training-steps 100 -- --enforce-eager
     """
-    is_rank = OWN_RANK.get() is not None  # else the user's process, which checks before it starts ranks
+    is_rank = OWN_RANK.get() is not None  # the user's process runs the checks before it starts ranks
     if train.publishing.start_command is not None:
         raise UsageError("--start-command: bridge run starts vLLM itself", hint="bridge train --start-command ...")
     if train.server.servers:
         raise UsageError("--servers: bridge run starts its own", hint="bridge train --servers ...")
     if not is_rank:
-        # what takes no time, before torch and transformers are imported, which takes seconds
+        # cheap checks come first: importing torch and transformers takes seconds
         start_checks.check_folder(serve.model)
         check_files(train.task, train.rollouts)
-        if train.hosts == 1:  # of several hosts, only the first rank's has its server on this port
+        if train.hosts == 1:  # with several hosts, only the first rank's server uses this port
             start_checks.check_port(serve.host, serve.port)
     if on_ray:
         from bridge_cli import on_ray as cluster

@@ -1,6 +1,6 @@
 """The last lines of a run, however it ends: its checkpoint, and the commands to resume it and to report on it.
 
-Not covered: exit codes and signals (`main.py`, `signals.py`), the lost rank of several (`rank_launcher.py`).
+Not covered: exit codes and signals (`main.py`, `signals.py`), lost ranks (`rank_launcher.py`).
 """
 
 import shlex

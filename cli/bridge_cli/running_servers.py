@@ -32,7 +32,7 @@ SAME: dict[str, Callable[[Manifest], Any]] = {
 
 
 class RunningServer(NamedTuple):
-    """A live server of Bridge."""
+    """A live server that Bridge started."""
 
     path: Path
     """Its manifest's path."""
@@ -40,7 +40,7 @@ class RunningServer(NamedTuple):
 
 
 class RunningServers(Servers):
-    """A running server for each replica; or the one that `--start-command` starts, and starts again."""
+    """A running server for each replica, or the one that `--start-command` starts and restarts."""
 
     def __init__(
         self, replicas: Sequence[RunningServer], command: StartCommand | None, *, server: ServerConfig, model_name: str
@@ -70,7 +70,7 @@ class RunningServers(Servers):
         return sampling
 
     @contextlib.contextmanager
-    def serving(self, world: "Ranks", sampling: SamplingConfig, run: RunDirectory) -> Iterator[ReplicaServer]:  # noqa: ARG002  a server that runs needs no choices
+    def serving(self, world: "Ranks", sampling: SamplingConfig, run: RunDirectory) -> Iterator[ReplicaServer]:  # noqa: ARG002  as inherited
         choices = {"vllm_config_path": self._replicas[world.dp_rank].path} if self._replicas else {}
         if self._command is None:
             yield ReplicaServer(choices, None)
@@ -80,10 +80,10 @@ class RunningServers(Servers):
 
 
 def find(server: ServerConfig, *, attaches: bool) -> list[RunningServer]:
-    """Return the servers to train on, one for each replica; none if the mode does not attach, or there is none.
+    """Return the servers to train on, one per replica; empty if the mode does not attach or no server is running.
 
     Raises:
-        ManifestError: one that was named is not running, or was not started by Bridge.
+        ManifestError: a named server is not running, or was not started by Bridge.
         UsageError: they cannot be trained together.
     """
     names = server.servers
@@ -117,7 +117,7 @@ def check_free(servers: Sequence[RunningServer], timeout_s: float, *, resumes: b
 
 
 def _named(name: str) -> RunningServer:
-    """Return the server of a manifest, by its path, or of an address."""
+    """Return the server that `name` identifies, which is the path of its manifest, its address or its port."""
     port = name.rpartition(":")[2]
     if not port.isdecimal() or paths.expanded(name).exists():
         path = manifests.find(paths.expanded(name))
@@ -130,7 +130,7 @@ def _named(name: str) -> RunningServer:
     if url not in listed:
         raise ManifestError(
             f"--servers {name}: no server of Bridge listens there"
-            + (f", but at {', '.join(listed)}" if listed else ""),
+            + (f", only at {', '.join(listed)}" if listed else ""),
             hint="start it with bridge serve-vllm on this host, or name its manifest",
         )
     return listed[url]

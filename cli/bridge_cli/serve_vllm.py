@@ -1,4 +1,4 @@
-"""`bridge serve-vllm`: check everything that can be checked, then become the stock vLLM with our patches."""
+"""`bridge serve-vllm`: check everything that can be checked, then become stock vLLM with Bridge's patches."""
 
 import os
 from functools import partial

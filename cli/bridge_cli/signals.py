@@ -40,7 +40,7 @@ class InterruptHandler:
             raise KeyboardInterrupt
 
     def finish(self, code: int) -> int:
-        """Let a signal end the process without a word from now on: Python would print where it came.
+        """From now on, let a signal end the process silently: Python would print a traceback.
 
         Return the exit code of a process that would end with `code`: 128 + its first signal if interrupted.
         """
@@ -51,9 +51,9 @@ class InterruptHandler:
 
 
 class DisconnectableStream:
-    """A standard stream that falls silent instead of raising once nobody reads it.
+    """A standard stream that discards its output instead of raising once nobody reads it.
 
-    If its disk is full, data raises a UsageError, and notes are lost: a run does not end for want of its log.
+    If its disk is full, data raises a UsageError, and notes are dropped: a run does not fail because of its log.
     """
 
     def __init__(self, stream: TextIO, *, holds_notes: bool = False) -> None:
@@ -88,7 +88,7 @@ class DisconnectableStream:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`, at once if torch still compiles in a thread that could not be ended."""
+    """Exit with `code`, without any cleanup if torch is still compiling in a thread that could not be stopped."""
     if any(thread.name == COMPILER for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -99,7 +99,7 @@ def leave(code: int) -> NoReturn:
 def prepare() -> InterruptHandler:
     """Let this process end cleanly on every signal except SIGQUIT, which ends it at once, and outlive its terminal.
 
-    Ignored signals stay ignored: a run under `nohup` continues. A standard stream that is closed is /dev/null.
+    Ignored signals stay ignored: a run under `nohup` continues. A closed standard stream becomes /dev/null.
     """
     ending = InterruptHandler()
     for number in set(SIGNALS) - {signal.SIGQUIT}:

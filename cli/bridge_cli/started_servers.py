@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SHARDED = "--fully-sharded-loras"
 MAX_RANK = "--max-lora-rank"
-"""A flag of vLLM's."""
+"""vLLM's flag for the rank of its adapter slots."""
 
 
 class StartedServers(Servers):
@@ -45,7 +45,7 @@ class StartedServers(Servers):
         """What the user chose."""
         self.vllm_flags = vllm_flags
         self.command: ServerCommand | None = None
-        """What starts the server of this process."""
+        """The command that starts the server of this process; None until it is prepared."""
         self._start_limit_s = start_limit_s
         self._preloaded: Preloaded | None = None
 
@@ -92,7 +92,7 @@ class StartedServers(Servers):
         if config.needs_patched_server:
             start_checks.check_trained_dtype(self.serve)
         self.command = self._prepared(self.serve, sampling)
-        model_files.source_files(config.model_name)  # every checkpoint holds them
+        model_files.source_files(config.model_name)  # every checkpoint includes these files
         send_key(self.vllm_flags)
         return sampling
 
@@ -107,7 +107,7 @@ class StartedServers(Servers):
     def serving(self, world: "Ranks", sampling: SamplingConfig, run: RunDirectory) -> Iterator[ReplicaServer]:
         """Start this replica's server, and stop it at the end of the block.
 
-        Its files are in the run directory; those of other replicas than the first in a folder of their own there.
+        The first replica's files are in the run directory, those of each other replica in a folder inside it.
         """
         folder = run.path if world.is_rank_zero else run.ranks / str(world.rank)
         log = folder / run.server_log.name
@@ -149,7 +149,7 @@ class StartedServers(Servers):
         assert self.command is not None, "a rank with a whole model starts a server"
         device = leave_core_to_server() if device_type == "cpu" else torch.device("cuda", 0)
         dtype = torch.bfloat16 if self.serve.dtype == "auto" else getattr(torch, self.serve.dtype)
-        share = float(value(self.command.argv, "--gpu-memory-utilization") or 1)  # unknown: nothing is left beside vLLM
+        share = float(value(self.command.argv, "--gpu-memory-utilization") or 1)  # if unknown, vLLM may use all memory
         model = partial(stand_in, config.model_name, dtype, device, share=share)
         return compiling_ahead(
             model, config.compute, config.optimizer,
@@ -158,15 +158,15 @@ class StartedServers(Servers):
         )  # fmt: skip
 
     def _command(self, world: "Ranks", sampling: SamplingConfig, manifest: Path) -> ServerCommand:
-        """Return the command of the server of another replica than the first."""
+        """Return the server command for a replica other than the first."""
         manifest.parent.mkdir(parents=True, exist_ok=True)
-        is_known = not self.trainer.rollouts.samples_here  # to environments, also after the run was resumed
+        is_known = not self.trainer.rollouts.samples_here  # environments know it, even after a resume
         port = self.serve.port + world.dp_rank if is_known else free_port(self.serve.host)
         serve = self.serve.model_copy(update={"port": port, "vllm_config_path": manifest})
         return self._prepared(serve, sampling)
 
     def _prepared(self, serve: ServeConfig, sampling: SamplingConfig) -> ServerCommand:
-        """Check what can be known before a server starts, and return the command that starts it."""
+        """Check what can be checked before a server starts, and return the command that starts it."""
         trainer = self.trainer.model_copy(update={"sampling": sampling})
         combinations.refuse(serve, trainer)
         return prepare(
@@ -178,14 +178,14 @@ class StartedServers(Servers):
 
 
 def send_key(flags: Sequence[str]) -> None:
-    """Let this process send the API key among vLLM's own `flags`, if there is one."""
+    """Make this process send the API key that vLLM's own `flags` set, if any."""
     if key := value(flags, "--api-key"):
         os.environ[api_key.VARIABLE] = key
     api_key.headers()  # refuses a key that cannot be sent
 
 
 def _check_adapter(model: str, lora: LoraConfig) -> None:
-    """Check that the model has the layers that get an adapter."""
+    """Check that the model has the layers that the adapter targets."""
     import torch
 
     from bridge.weights import adapter, skeleton
@@ -197,17 +197,17 @@ def _check_adapter(model: str, lora: LoraConfig) -> None:
 def for_adapters(
     serve: ServeConfig, rank: int, flags: Sequence[str] = (), *, in_memory: bool, experts: bool = False
 ) -> ServeConfig:
-    """Return `serve` with room for the adapter of this rank that is trained; `flags` are vLLM's own.
+    """Return `serve` with slots for a trained adapter of this `rank`; `flags` are vLLM's own.
 
-    `experts` gives room for routed experts, too.
+    With `experts`, the slots also cover routed experts.
 
     Raises:
-        UsageError: the user asked for too little room, for slots that are cut in another way, or, if it is trained
-            `in_memory`, for slots of another rank.
+        UsageError: the user chose slots that are too small, that are sharded differently from the weights, or, if the
+            adapter is trained `in_memory`, that have a different rank.
     """
     if in_memory and serve.tensor_parallel_size > 1 and SHARDED in names(flags):
         raise UsageError(
-            f"{SHARDED} cuts an adapter in another way than its weights, so it cannot be trained in vLLM's memory",
+            f"{SHARDED} shards an adapter differently from the weights, so it cannot be trained in vLLM's memory",
             hint="leave it out, or --lora-handover disk",
         )
     if experts:

@@ -7,7 +7,7 @@ from bridge.types import Task
 
 
 def check_files(task: TaskConfig, rollouts: RolloutConfig) -> None:
-    """Check that the environment and the data that a run names are here, before anything that takes seconds."""
+    """Check that the environment and the data files of a run exist, before anything slow starts."""
     if rollouts.samples_here:
         from bridge_environments import registry
 
@@ -26,8 +26,8 @@ def load_environment(task: TaskConfig, rollouts: RolloutConfig, evaluation: Eval
     unused = [name for name in ("max_turns", "tool_timeout_s") if getattr(rollouts, name) != fields[name].default]
     if unused and environment.interaction == "completion":
         raise UsageError(
-            f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
-            f" {task.environment} has none",
+            f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, but"
+            f" {task.environment} has neither",
             hint="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
         )
     if evaluation.samples:

@@ -26,8 +26,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     for name in ("gpus", "hosts", "rendezvous"):
         if config.get(name) != config.default(name):
             raise UsageError(
-                f"{flag(name)} {config.get(name)}: bridge train trains on running servers of this host",
-                hint="name them: --servers; or bridge run, which starts a server on each GPU",
+                f"{flag(name)} {config.get(name)}: bridge train trains on servers that already run on this host",
+                hint="name them with --servers, or use bridge run, which starts a server on each GPU",
             )
     check_host(config.model_name, config.optimizer, config.mode, config.lora, hosts=config.hosts)
     check_folder(config.model_name, needs_config=False)  # the tokenizer is enough
@@ -41,14 +41,14 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     layout = rank_gpus.of_running(manifests, config.tp_size, cp_size=cp_size, restarts=config.restarts)
     if config.restarts and layout.world_size == 1:
         raise UsageError(
-            f"--restarts {config.restarts} has no effect: there is one process to train with",
+            f"--restarts {config.restarts} has no effect: there is only one training process",
             hint="leave it out; a run that ended resumes with --resume",
         )
     if len(replicas) > 1:
         config = config.changed(gpus=layout.world_size)
     config.dp_size(layout.tp_size)  # refuses a batch that cannot be divided
     is_rank = OWN_RANK.get() is not None
-    if not is_rank and layout.world_size > 1:  # before ranks start; a single process asks by itself
+    if not is_rank and layout.world_size > 1:  # before ranks start; a single process checks this itself
         running_servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
     servers = RunningServers(replicas, command, server=config.server, model_name=config.model_name)
     Launch(config=config, servers=servers, layout=None if is_rank else layout, as_json=as_json).start()

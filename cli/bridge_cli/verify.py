@@ -47,7 +47,7 @@ def servers_of(run_dir: Path) -> list[Path]:
     """Return the manifests of the servers on this host that the run in `run_dir` trains on.
 
     Raises:
-        UsageError: there is none.
+        UsageError: that run trains on no server of this host.
     """
     from bridge.server.client import BridgeClient
 

@@ -90,7 +90,7 @@ def differing(ranks: Ranks, shared: Path) -> list[str]:
     return errors
 
 
-def test_hosts_that_differ_end_in_the_same_line(tmp_path: Path) -> None:
+def test_differing_hosts_report_the_same_error(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     for folder in (tmp_path, tmp_path / "0"):
         (folder / checkpoint.MARKER_NAME).write_text("{}")
@@ -101,7 +101,9 @@ def test_hosts_that_differ_end_in_the_same_line(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob(".seen-*")]
 
 
-def test_another_host_makes_a_run_directory_unless_it_sees_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_host_creates_a_run_directory_unless_it_is_shared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / "a"
     assert not rank_process._run_directory_of_host(folder).is_writer
     assert folder_claim.is_claimed(folder)
@@ -119,7 +121,7 @@ def trained_by(folder: Path, run: Path | None) -> Iterator[Manifest]:
         yield toy_server.serve(tiny.llama(), folder).edited(url=server.url)
 
 
-def test_the_servers_of_a_run_are_found_among_all_and_checked(
+def test_verify_finds_and_checks_the_servers_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

@@ -57,7 +57,9 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_what_acts_on_a_terminal_is_shown_instead(way: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_control_sequences_are_printed_escaped(
+    way: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = io.StringIO()
     people = Console(file=output, force_terminal=is_terminal, no_color=True, width=400, soft_wrap=True, emoji=False)
     monkeypatch.setattr(console, "people", people)
@@ -68,7 +70,7 @@ def test_what_acts_on_a_terminal_is_shown_instead(way: str, is_terminal: bool, m
 
 
 @pytest.mark.parametrize("way", ["log", "note", "waiting"])
-def test_nor_above_a_live_view(way: str) -> None:
+def test_control_sequences_are_escaped_above_a_live_view(way: str) -> None:
     view = View()
     with console.shared_with(view.say, view.wait_for):
         WAYS[way]()
@@ -77,9 +79,7 @@ def test_nor_above_a_live_view(way: str) -> None:
 
 
 @pytest.mark.parametrize("has_view", [False, True])
-def test_a_narrow_terminal_cuts_what_is_awaited_and_not_the_detail(
-    has_view: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_terminal_cuts_the_wait_text_not_the_detail(has_view: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     view, output = View(), io.StringIO()
     monkeypatch.setattr(console, "people", Console(file=output, force_terminal=True, no_color=True, width=80))
     what = "starting vLLM (pid 23033, log runs/20261126-193957-Calculator/serve.log)"
@@ -118,13 +118,13 @@ def test_other_ranks_print_only_what_their_servers_log(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "vLLM is ready\nwaiting\ndone\n"
 
 
-def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_breaks_in_a_note_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     console.note("one\n  two")
     assert capsys.readouterr().err == "one\n  two\n"
 
 
 @pytest.mark.parametrize("which", ["error", "hint"])
-def test_a_fault_quotes_no_value_as_long_as_a_file(which: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_very_long_errors_and_hints_are_shortened(which: str, capsys: pytest.CaptureFixture[str]) -> None:
     long = f"model 'begin{'x' * 5_000_000}end' is not there"
     console.error(*((long, "none") if which == "error" else ("none", long)))
     printed = capsys.readouterr().err
@@ -135,14 +135,14 @@ def test_a_fault_quotes_no_value_as_long_as_a_file(which: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("show", [console.note, lambda text: console.error(text, text)], ids=["note", "error"])
-def test_people_see_no_password_of_a_url(show: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_url_passwords_are_not_printed(show: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     show("no server answers at http://user:hunter2@host:8000/v1?token=hunter3")
     shown = capsys.readouterr().err
     assert "hunter" not in shown
     assert "host:8000/v1" in shown
 
 
-def test_data_names_a_file_whatever_stdout_can_encode(tmp_path: Path) -> None:
+def test_data_prints_file_names_in_any_stdout_encoding(tmp_path: Path) -> None:
     code = "import sys; from bridge_cli import console; console.data(sys.argv[1])"
     for name in ("é☃".encode(), b"run\xff\xfe", b"a\x1b[31m"):
         for environment in ({}, {"PYTHONIOENCODING": "ascii:strict"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}):

@@ -45,7 +45,7 @@ def test_the_folder_loads_as_a_small_bfloat16_model(made: Path) -> None:
     assert model.config.tie_word_embeddings
 
 
-def test_the_tokenizer_knows_every_problem_and_adds_nothing(made: Path) -> None:
+def test_tokenizer_covers_every_problem_and_adds_no_tokens(made: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(made)
     for problem in [*Arithmetic(), *Arithmetic().held_out()]:
         token_ids = tokenizer(problem["prompt"])["input_ids"]
@@ -54,7 +54,7 @@ def test_the_tokenizer_knows_every_problem_and_adds_nothing(made: Path) -> None:
         assert tokenizer.decode(token_ids) == problem["prompt"]
 
 
-def test_model_and_tokenizer_agree_on_the_end(made: Path) -> None:
+def test_model_and_tokenizer_have_the_same_eos_token(made: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(made)
     model: Any = AutoModelForCausalLM.from_pretrained(made)
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
@@ -63,15 +63,15 @@ def test_model_and_tokenizer_agree_on_the_end(made: Path) -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_a_made_model_is_used_again(made: Path) -> None:
+def test_cached_model_is_reused(made: Path) -> None:
     assert demo_model.make(made.parent, progress=interrupt, recipe=SHORT) == made
 
 
-def test_another_recipe_makes_another_model(made: Path) -> None:
+def test_different_recipe_makes_a_different_model(made: Path) -> None:
     assert demo_model.make(made.parent, progress=ignore, recipe={**SHORT, "seed": 1}) != made
 
 
-def test_the_same_recipe_makes_the_same_model(made: Path, tmp_path: Path) -> None:
+def test_same_recipe_makes_the_same_model(made: Path, tmp_path: Path) -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     repeated = parameters(demo_model.make(tmp_path, progress=ignore, recipe=SHORT))
     assert all(torch.equal(weight, repeated[name]) for name, weight in parameters(made).items())
@@ -99,7 +99,7 @@ def test_a_broken_build_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_another_process_made_meanwhile_is_taken(made: Path, tmp_path: Path) -> None:
+def test_model_made_by_a_concurrent_process_is_used(made: Path, tmp_path: Path) -> None:
     def other_process(step: int, num_steps: int) -> None:
         (tmp_path / made.name).mkdir(exist_ok=True)
         (tmp_path / made.name / "config.json").write_text("theirs")
@@ -116,7 +116,7 @@ def test_an_unwritable_cache_names_its_variable(tmp_path: Path) -> None:
     assert "XDG_CACHE_HOME=" in caught.value.hint
 
 
-def test_the_cache_is_where_the_desktop_standard_puts_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_follows_the_xdg_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo_model.cache_folder() == tmp_path / "bridge"
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -58,7 +58,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int = 80, *, color: bool = F
     return page.getvalue()
 
 
-def test_json_is_one_record_a_line_on_stdout() -> None:
+def test_json_prints_one_record_per_line_on_stdout() -> None:
     result = run("--json", "--device", "cpu", "--port", "1")
     fields = [field.name for field in dataclasses.fields(Check)]
     checks = [json.loads(line) for line in result.stdout.splitlines()]
@@ -67,14 +67,14 @@ def test_json_is_one_record_a_line_on_stdout() -> None:
     assert "Software" not in result.stdout
 
 
-def test_report_goes_to_stderr_and_counts() -> None:
+def test_report_on_stderr_ends_with_counts() -> None:
     result = run("--device", "cpu", "--port", "1")
     assert result.stdout == ""
     assert "no server yet" in result.stderr
     assert " PASS, " in result.stderr.splitlines()[-1]
 
 
-def test_only_a_failure_ends_in_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_is_3_only_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda *_: SECTIONS)
     assert (run().exit_code, run("--json").exit_code) == (3, 3)
     warnings = [("Server", [warned("Memory", "1 GiB", "4 GiB", "stop others")])]
@@ -89,7 +89,7 @@ def test_given_manifest_that_is_missing_fails(tmp_path: Path, monkeypatch: pytes
     assert checks_of(run("--json", "--device", "cpu"))["Manifest"]["status"] == "FAIL"
 
 
-def test_server_of_a_stale_manifest_is_not_requested(tmp_path: Path) -> None:
+def test_server_of_a_stale_manifest_gets_no_request(tmp_path: Path) -> None:
     manifests.write(manifest(server=dead_server()), tmp_path / manifests.MANIFEST_NAME)
     checks = checks_of(run("--json", "--device", "cpu"))
     assert (checks["Manifest"]["status"], checks["Server process"]["status"]) == ("PASS", "FAIL")
@@ -108,7 +108,7 @@ def test_requested_gpu_that_is_missing_fails() -> None:
     assert [checks[name]["status"] for name in ("torch", "GPU", "CUDA IPC")] == ["FAIL", "FAIL", "SKIP"]
 
 
-def test_model_is_checked_if_it_is_given(tmp_path: Path) -> None:
+def test_model_is_checked_if_given(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     assert "Model" not in checks_of(run("--json", "--device", "cpu"))
     checks = checks_of(run("--json", "--device", "cpu", "--model", str(tmp_path)))
@@ -131,19 +131,19 @@ def test_a_half_installed_environment_is_reported(monkeypatch: pytest.MonkeyPatc
     assert checks[-1].found == "httpx not installed"
 
 
-def test_outside_linux_there_is_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operating_systems_get_only_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     sections = list(doctor.examine(None, None, "auto"))
     assert [check.status for _, checks in sections for check in checks] == ["FAIL"]
 
 
-def test_patch_that_does_not_fit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_for_a_different_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge_patches.compatibility.installed_version", lambda: "0.99.0")
     check = doctor.patches_fit()
     assert (check.status, "0.99.0" in check.found) == ("FAIL", True)
 
 
-def test_page_has_80_columns_and_the_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_fits_80_columns_and_shows_the_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     page = printed(monkeypatch)
     assert max(len(line) for line in page.splitlines()) <= 80
     assert all(line == line.rstrip() for line in page.splitlines())
@@ -156,7 +156,7 @@ def test_page_has_80_columns_and_the_fixes(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(path in line for line in lines), "a word wider than the page is not cut"
 
 
-def test_no_color_leaves_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_prints_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[1;31mFAIL" in printed(monkeypatch, color=True)
     monkeypatch.setenv("NO_COLOR", "1")

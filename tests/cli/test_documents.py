@@ -95,7 +95,7 @@ def run(folder: Path, program: str, words: list[str], variables: dict[str, str])
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize("block", RUNNABLE)
-def test_a_block_runs_as_it_is_written(folder: Path, block: Block) -> None:
+def test_block_runs_as_written(folder: Path, block: Block) -> None:
     for other in documents.blocks(block.page):
         if other.trial.how == "file":
             name = "problems.jsonl" if other.kind == "json" else other.name.removeprefix("# ")
@@ -110,7 +110,7 @@ def test_a_block_runs_as_it_is_written(folder: Path, block: Block) -> None:
 
 
 @pytest.mark.xdist_group("commands")
-def test_the_commands_of_the_readme_without_a_server_run(folder: Path) -> None:
+def test_readme_commands_that_need_no_server_run(folder: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     for span in SPANS:
         assert f"`{span}`" in readme
@@ -124,7 +124,7 @@ def test_every_block_of_a_page_is_classified(page: str) -> None:
     assert names == [*TRIALS.get(page, {})]
 
 
-def test_what_another_test_runs_names_it() -> None:
+def test_block_that_is_not_run_names_its_test_or_reason() -> None:
     for trials in TRIALS.values():
         for name, trial in trials.items():
             if trial.how == "tested":
@@ -163,7 +163,7 @@ def test_no_page_or_message_installs_bridge_from_a_registry() -> None:
     assert [name for name, text in texts.items() if re.search(r"pip install[^`\n]*bridge-rl", text)] == []
 
 
-def test_every_program_and_every_row_of_data_can_be_read() -> None:
+def test_every_program_and_data_row_can_be_parsed() -> None:
     kinds = []
     for block in BLOCKS:
         kinds.append(block.kind)

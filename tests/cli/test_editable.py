@@ -41,7 +41,7 @@ print(getattr(bridge_probe, "WHOSE", "nobody's"))
         ("other.py", "setup", "ours"),
     ],
 )
-def test_a_folder_beside_the_program_does_not_hide_us(tmp_path: Path, beside: str, how: str, whose: str) -> None:
+def test_folder_next_to_the_program_does_not_shadow_bridge(tmp_path: Path, beside: str, how: str, whose: str) -> None:
     packages, clone, work = (tmp_path / name for name in ("packages", "clone", "work"))
     for file, text in (
         (clone / "__init__.py", "WHOSE = 'ours'"),

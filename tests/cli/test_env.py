@@ -34,7 +34,7 @@ def arguments(model: Path, atropos: str, vllm: str, *more: str) -> list[str]:
     return ["env", *where, "--group-size", "4", "--reward-processes", "0", *more]
 
 
-def test_line_without_trouble() -> None:
+def test_progress_line_without_problems() -> None:
     assert env.progress_line(PROGRESS) == "step 3/5  24 groups sent  reward 0.250  1,234 tok/s  queue 1.5 batches"
     assert env.summary_line(PROGRESS) == "done: the trainer has its 5 batches  24 groups sent  reward 0.250  61 s"
 
@@ -42,10 +42,10 @@ def test_line_without_trouble() -> None:
 def test_environment_with_tools_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     file = Path(__file__).parents[1] / "unit/tools_sample.py"
     assert answer(["env", "--model", "m", "--environment", f"{file}:Bench"]) == 2
-    assert "takes several turns, and an Atropos API is fed with single turns only" in capfd.readouterr().err
+    assert "takes several turns, but bridge env feeds an Atropos API with single turns only" in capfd.readouterr().err
 
 
-def test_line_names_every_trouble() -> None:
+def test_progress_line_names_every_problem() -> None:
     troubled = FeedProgress(
         **{**vars(PROGRESS), "too_long": 1, "unscored": 2, "unanswered": 3, "retries": 4, "reward_mean": None}
     )
@@ -80,7 +80,7 @@ def test_unknown_environment_is_refused_before_any_request(model: Path, capsys: 
     assert "arithmetics" in capsys.readouterr().err
 
 
-def test_missing_api_is_one_line(
+def test_missing_api_is_reported_in_one_line(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(FakeApi()) as closed:

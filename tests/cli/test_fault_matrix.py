@@ -97,7 +97,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("fault", "phase", "ending"), [*cases()])
-def test_what_is_served_after_a_fault_was_published_whole(
+def test_served_weights_after_a_fault_are_a_published_version(
     ground: Ground, fault: str, phase: str, ending: Ending
 ) -> None:
     delay_s = 0.0 if fault == "SIGKILL" else Disturbance.delay_s  # else a busy machine may answer the pause before it
@@ -112,7 +112,7 @@ def test_what_is_served_after_a_fault_was_published_whole(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("fault", "phase", "ending"), [case for case in cases() if case.values[0] in KILLS])
-def test_a_stream_resumes_with_every_problem_once(ground: Ground, fault: str, phase: str, ending: Ending) -> None:
+def test_stream_resumes_with_each_problem_exactly_once(ground: Ground, fault: str, phase: str, ending: Ending) -> None:
     step = 1 if phase == "rollouts" else DISTURBED_STEP  # later steps take what was sampled meanwhile
     round_ = ground.disturb(Disturbance(fault=fault, phase=phase, step=step), *STREAM)
     proof = ground.prove()
@@ -138,7 +138,7 @@ def test_a_second_trainer_names_the_first(ground: Ground) -> None:
     assert [line for line in read.beside.stderr.splitlines() if "FAIL" in line and "log-prob" not in line] == []
 
 
-def test_a_weight_that_nobody_published_is_found_out(ground: Ground) -> None:
+def test_unpublished_weight_change_is_detected(ground: Ground) -> None:
     weight = attach(ground.server.manifest).model.get_parameter("model.norm.weight")
     before = weight[0].item()
     with torch.no_grad():

@@ -30,7 +30,7 @@ def test_help_names_every_command() -> None:
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_cuts_nothing_off(
+def test_command_help_is_not_truncated(
     command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -45,36 +45,36 @@ def test_the_bare_command_shows_the_help() -> None:
     assert bridge().stdout.strip() == bridge("--help").stdout.strip()
 
 
-def test_the_version_is_data() -> None:
+def test_version_is_printed_on_stdout() -> None:
     done = bridge("--version")
     assert (done.stdout, done.stderr, done.returncode) == (f"bridge {__version__}\n", "", 0)
 
 
-def test_a_wrong_flag_is_told_with_the_one_that_was_meant() -> None:
+def test_wrong_flag_suggests_the_nearest_one() -> None:
     done = bridge("train", "--traning-steps", "3")
     assert done.returncode == 2
     assert done.stderr.startswith("error: no such flag: --traning-steps\n\nhint: did you mean")
     assert "--training-steps" in done.stderr
 
 
-def test_a_flag_of_vllm_before_the_dashes_is_told_where_it_goes() -> None:
+def test_vllm_flag_before_the_dashes_is_refused_with_its_place() -> None:
     done = bridge("serve-vllm", "--model", "m", "--enforce-eager")
     assert done.returncode == 2
     assert "after --" in done.stderr
 
 
-def test_a_wrong_command_is_told_with_the_one_that_was_meant() -> None:
+def test_wrong_command_suggests_the_nearest_one() -> None:
     done = bridge("trian")
     assert done.returncode == 2
     assert "'train'" in done.stderr
 
 
-def test_a_flag_without_its_value_leads_to_the_help_of_its_command() -> None:
+def test_flag_without_a_value_hints_at_the_commands_help() -> None:
     done = bridge("run", "--model-name")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "hint: bridge run --help")
 
 
-def test_a_mistake_of_the_users_shows_no_traceback() -> None:
+def test_user_mistake_prints_no_traceback() -> None:
     done = bridge("verify", "--vllm-config-path", "/no/such/manifest.json")
     assert done.returncode == 4
     assert done.stdout == ""
@@ -82,7 +82,7 @@ def test_a_mistake_of_the_users_shows_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_bug_shows_the_whole_traceback_and_says_so() -> None:
+def test_bug_prints_the_traceback_and_asks_for_a_report() -> None:
     code = "import bridge_cli.main as m\ndef broken(arguments): raise ZeroDivisionError('ours')\n"
     code += "m.answer = broken\nm.main()"
     done = run_python(code)
@@ -91,7 +91,7 @@ def test_a_bug_shows_the_whole_traceback_and_says_so() -> None:
     assert done.stderr.rstrip().endswith(main.REPORT)
 
 
-def test_an_interrupt_is_one_line_and_130() -> None:
+def test_interrupt_prints_one_line_and_exits_with_130() -> None:
     code = (
         "import sys, bridge_cli.main as m\n"
         "import bridge_cli.verify\n"
@@ -110,7 +110,7 @@ def test_python_m_bridge_is_the_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"bridge {__version__}\n")
 
 
-def test_a_terminated_command_ends_with_143() -> None:
+def test_terminated_command_exits_with_143() -> None:
     code = (
         "import os, signal, sys, bridge_cli.main as m\n"
         "import bridge_cli.verify\n"
@@ -122,7 +122,7 @@ def test_a_terminated_command_ends_with_143() -> None:
     assert (done.returncode, done.stderr.strip()) == (143, "interrupted")
 
 
-def test_a_terminated_command_ends_like_an_interrupted_one() -> None:
+def test_sigterm_ends_a_command_like_an_interrupt() -> None:
     code = (
         "import os, signal, time; from bridge_cli import main;"
         "main.answer = lambda _: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60));"
@@ -145,7 +145,7 @@ def test_a_signal_to_a_command_that_has_ended_prints_nothing(number: int) -> Non
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in main.COMMANDS)])
-def test_h_is_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_h_prints_the_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for flag in ("-h", "--help"):
         assert main.answer([*command, flag]) == 0
@@ -172,7 +172,7 @@ def test_the_shell_completes_commands_and_flags() -> None:
         assert (done.stdout.split(), done.stderr) == ([wanted] if wanted else [], "")
 
 
-def test_underscores_are_dashes_as_others_write_them() -> None:
+def test_underscores_in_flags_mean_dashes() -> None:
     done = bridge("train", "--model", "m", "--learning_rate", "-1")
     assert done.stderr.startswith("error: --learning-rate: must be greater than 0")
 
@@ -187,7 +187,7 @@ def test_underscores_are_dashes_as_others_write_them() -> None:
         ("--per-device-train-batch-size", "--batch-size"),
     ],
 )
-def test_a_foreign_flag_is_refused_with_a_hint(flag: str, hint: str) -> None:
+def test_flag_of_another_tool_is_refused_with_a_hint(flag: str, hint: str) -> None:
     done = bridge("train", "--model", "m", flag, "0.9")
     assert done.returncode == 2
     assert done.stderr.startswith("error: no such flag: --")
@@ -212,7 +212,7 @@ HINTED: dict[str, str] = {
 
 
 @pytest.mark.parametrize("wrong", HINTED)
-def test_a_wrong_flag_has_a_right_hint_or_none(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flag_gets_the_right_hint_or_none(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.answer(["run", "--model", "m", wrong, "1"]) == 2
     hint = capsys.readouterr().err.splitlines()[-1]
     assert HINTED[wrong] in hint
@@ -220,7 +220,7 @@ def test_a_wrong_flag_has_a_right_hint_or_none(wrong: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("command", ["run", "train", "serve-vllm"])
-def test_a_model_without_its_flag_is_answered_with_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_without_its_flag_suggests_the_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--", "--enforce-eager"] if command != "train" else []
     assert main.answer([command, "./m", *more]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -235,7 +235,7 @@ def test_a_model_without_its_flag_is_answered_with_it(command: str, capsys: pyte
         (["--save-rollouts", "0"], "--no-save-rollouts"), (["--save-rollouts=yes"], "--save-rollouts"),
     ],
 )  # fmt: skip
-def test_a_value_of_a_switch_is_answered_with_its_form(
+def test_value_of_a_switch_suggests_the_right_form(
     command: str, given: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.answer([command, "--model", "m", *given]) == 2
@@ -250,7 +250,7 @@ def test_a_value_of_a_switch_is_answered_with_its_form(
         ("json.nothing", None),
     ],
 )
-def test_a_package_that_is_missing_is_named(
+def test_missing_package_is_named(
     module: str, message: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(main.COMMANDS, "init", (f"{module}:command", "Import what is not there."))

@@ -25,7 +25,7 @@ def written(folder: Path, task: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_is_written_loads_and_scores(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_files_load_and_score(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = written(tmp_path, task)
     assert (config.model_name, config.training_steps) == ("mine", 100)
@@ -40,9 +40,7 @@ def test_what_is_written_loads_and_scores(task: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_no_file_is_replaced_and_then_none_is_written(
-    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_file_prevents_writing_any_file(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (CHOICES, *FILES[task]):  # type: ignore[index]
         folder = tmp_path / name
         folder.mkdir()
@@ -52,7 +50,7 @@ def test_no_file_is_replaced_and_then_none_is_written(
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
 
 
-def test_files_that_exist_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_existing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["init", str(tmp_path)]) == 0
     capsys.readouterr()
     assert answer(["init", str(tmp_path)]) == 2
@@ -60,7 +58,7 @@ def test_files_that_exist_are_all_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.splitlines()[0] == error
 
 
-def test_the_command_that_trains_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_command_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["init", str(tmp_path / "a b")]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == f"to train: cd '{tmp_path}/a b' && bridge run --config {CHOICES}"
 

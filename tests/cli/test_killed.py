@@ -231,7 +231,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: 
     run.check_whole()
 
 
-def test_a_full_disk_costs_no_older_checkpoint(run: Run, problems: dict[int, list[str]]) -> None:
+def test_full_disk_keeps_older_checkpoints(run: Run, problems: dict[int, list[str]]) -> None:
     before = run.server.status().version
     lines = run.train("--run-dir", "run", expect=2, by=FULL_AFTER_ITS_FIRST_CHECKPOINT)
     *_, error, gap, hint = lines
@@ -251,7 +251,7 @@ def test_a_full_disk_costs_no_older_checkpoint(run: Run, problems: dict[int, lis
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_stream_killed_often_trains_each_problem_once(server: LiveServer, tmp_path: Path) -> None:
+def test_repeatedly_killed_stream_trains_each_problem_once(server: LiveServer, tmp_path: Path) -> None:
     run, chance, num_steps = Run(server, tmp_path), random.Random(0), 200
     flags = ("--max-staleness", "3", "--training-steps", str(num_steps), "--save-interval", "1", "--keep-last", "2")
     for _ in range(20):

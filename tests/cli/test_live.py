@@ -172,7 +172,7 @@ class Tty(io.StringIO):
         (False, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, False),
     ],
 )
-def test_only_a_person_at_a_terminal_gets_the_view(
+def test_view_is_shown_only_on_an_interactive_terminal(
     is_tty: bool, environment: Mapping[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TERM", "NO_COLOR", "CI", "TTY_INTERACTIVE", "TTY_COMPATIBLE", "FORCE_COLOR"):
@@ -310,7 +310,7 @@ def test_shrunk_terminal_is_cleared_and_gets_the_last_lines(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_gone", [True, False], ids=["the terminal is gone", "the view has a bug"])
-def test_view_that_cannot_draw_costs_no_line(monkeypatch: pytest.MonkeyPatch, is_gone: bool) -> None:
+def test_view_that_cannot_draw_loses_no_line(monkeypatch: pytest.MonkeyPatch, is_gone: bool) -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
@@ -345,7 +345,7 @@ console.note("done")
 """
 
 
-def test_real_terminal_shows_the_view_and_is_left_as_it_was() -> None:
+def test_real_terminal_shows_the_view_and_is_restored() -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     plain = {name: value for name, value in os.environ.items() if name not in {"CI", "NO_COLOR", "TTY_INTERACTIVE"}}

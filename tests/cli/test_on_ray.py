@@ -87,9 +87,9 @@ def test_a_lost_node_ends_a_run_without_restarts_in_one_line(near: Path) -> None
         placed(near, IS_LOST)
 
 
-def test_more_nodes_than_there_are_is_one_line(near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_nodes_are_reported_in_one_line(near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "LIMIT_S", 2.0)
-    with pytest.raises(UsageError, match=r"no 3 nodes with .* became free within 2 s"):
+    with pytest.raises(UsageError, match=r"did not free 3 nodes with .* within 2 s"):
         on_ray.run(3, 0, 1, "cpu")
 
 

@@ -119,7 +119,7 @@ def test_a_run_resumes_in_its_directory_from_the_newest(workspace: Workspace) ->
     assert workspace.mine.exists()
 
 
-def test_each_checkpoint_that_is_passed_over_is_told_in_a_line(workspace: Workspace) -> None:
+def test_each_skipped_checkpoint_is_reported_in_one_line(workspace: Workspace) -> None:
     older = workspace.save(2)
     for step in (3, 4):
         cut(workspace.save(step))
@@ -131,7 +131,7 @@ def test_each_checkpoint_that_is_passed_over_is_told_in_a_line(workspace: Worksp
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_without_a_whole_checkpoint_it_begins_and_says_so(workspace: Workspace, damaged: bool) -> None:
+def test_run_without_a_complete_checkpoint_starts_over(workspace: Workspace, damaged: bool) -> None:
     if damaged:
         cut(workspace.save(3))
     opened = workspace.open(resume=True, run_dir=workspace.folder / "new")
@@ -142,13 +142,13 @@ def test_without_a_whole_checkpoint_it_begins_and_says_so(workspace: Workspace, 
     assert steps(RunDirectory(workspace.mine).metrics) == [1, 2, 3, 4, 5]
 
 
-def test_its_own_directory_may_be_named(workspace: Workspace) -> None:
+def test_resumed_run_may_name_its_own_directory(workspace: Workspace) -> None:
     workspace.save(4)
     assert workspace.open(resume=True, run_dir=Path("runs/mine")).run.path.samefile(workspace.mine)
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_another_directory_that_is_empty_is_a_new_one(workspace: Workspace, exists: bool) -> None:
+def test_different_empty_directory_becomes_a_new_run(workspace: Workspace, exists: bool) -> None:
     workspace.save(4)
     other = workspace.folder / "other"
     if exists:
@@ -160,13 +160,13 @@ def test_another_directory_that_is_empty_is_a_new_one(workspace: Workspace, exis
     assert steps(RunDirectory(workspace.mine).metrics) == [1, 2, 3, 4, 5]
 
 
-def test_another_directory_that_holds_a_run_is_refused(workspace: Workspace) -> None:
+def test_directory_of_a_different_run_is_refused(workspace: Workspace) -> None:
     workspace.save(4)
     RunDirectory.create(workspace.folder / "other", environment="arithmetic").append(metrics(1))
     workspace.refused("other holds another run", resume=True, run_dir=workspace.folder / "other")
 
 
-def test_a_lost_directory_is_made_anew(workspace: Workspace) -> None:
+def test_lost_run_directory_is_created_again(workspace: Workspace) -> None:
     workspace.save(4)
     workspace.mine.rename(workspace.folder / "elsewhere")
     opened = workspace.open(resume=True)
@@ -186,18 +186,18 @@ def test_checkpoints_of_another_run_are_never_overwritten(workspace: Workspace) 
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_foreign_folder_in_the_way_is_refused(workspace: Workspace, resume: bool) -> None:
+def test_foreign_folder_at_a_checkpoints_path_is_refused(workspace: Workspace, resume: bool) -> None:
     (workspace.saved / "step_7").mkdir(parents=True)
     (workspace.saved / "step_7" / "thesis.txt").write_text("precious")
     if resume:
         workspace.save(4)
-    hint = workspace.refused(r"saved/step_7 is not a checkpoint of Bridge", resume=resume, training_steps=10)
+    hint = workspace.refused(r"saved/step_7 is not a Bridge checkpoint", resume=resume, training_steps=10)
     assert "--resume" not in hint
     (workspace.saved / "step_7" / "thesis.txt").unlink()
     assert workspace.open(resume=resume, training_steps=10).lines is not None
 
 
-def test_what_bears_another_name_is_in_nobodys_way(workspace: Workspace) -> None:
+def test_folders_with_unrelated_names_are_ignored(workspace: Workspace) -> None:
     for name in ("step_7.bak", "adapter_3", "best"):
         (workspace.saved / name).mkdir(parents=True)
         (workspace.saved / name / "notes.txt").touch()
@@ -218,7 +218,7 @@ def test_a_run_without_a_checkpoint_restarts_in_its_directory(workspace: Workspa
     assert hint == "name another with --run-dir, or resume that run: --resume --save-path saved"
 
 
-def test_a_run_that_moved_resumes_where_it_moved(workspace: Workspace) -> None:
+def test_moved_run_resumes_in_its_new_place(workspace: Workspace) -> None:
     workspace.save(4)
     other = workspace.open(resume=True, run_dir=Path("other"))
     assert other.lines[0] == f"other begins at step 5; the steps before it are in {workspace.mine}"
@@ -231,7 +231,7 @@ def test_a_run_that_moved_resumes_where_it_moved(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_two_runs_never_write_to_one_folder_of_checkpoints(workspace: Workspace, resume: bool) -> None:
+def test_two_runs_never_share_a_checkpoint_folder(workspace: Workspace, resume: bool) -> None:
     workspace.save(4)
     with held(workspace.saved) as (first, _):
         hint = workspace.refused(
@@ -241,7 +241,7 @@ def test_two_runs_never_write_to_one_folder_of_checkpoints(workspace: Workspace,
     assert workspace.open(resume=True).run.path == workspace.mine
 
 
-def test_two_runs_never_write_to_one_run_directory(workspace: Workspace) -> None:
+def test_two_runs_never_share_a_run_directory(workspace: Workspace) -> None:
     workspace.save(4)
     with held(workspace.mine) as (first, _):
         workspace.refused(f"runs/mine is in use by process {first.pid}", resume=True)
@@ -250,9 +250,9 @@ def test_two_runs_never_write_to_one_run_directory(workspace: Workspace) -> None
         workspace.refused(f"new is in use by process {first.pid}", run_dir=Path("new"), save_path=Path("fresh"))
 
 
-def test_a_file_in_place_of_the_checkpoints_is_refused(workspace: Workspace) -> None:
+def test_file_in_place_of_the_checkpoint_folder_is_refused(workspace: Workspace) -> None:
     (workspace.folder / "file").touch()
-    workspace.refused("cannot make the folder of the checkpoints file: File exists", save_path=Path("file"))
+    workspace.refused("cannot make the checkpoint folder file: File exists", save_path=Path("file"))
 
 
 def test_only_an_unused_checkpoint_folder_is_removed(workspace: Workspace) -> None:
@@ -323,7 +323,7 @@ def test_resume_takes_the_newest_run_of_the_same_task(runs: Runs) -> None:
     assert (steps(newest.metrics), steps(newest.lost_metrics)) == ([1, 2], [3])
 
 
-def test_a_newer_run_without_a_checkpoint_is_passed_over(runs: Runs) -> None:
+def test_newer_run_without_a_checkpoint_is_skipped(runs: Runs) -> None:
     older = runs.made("older", saved=2, started=1)
     runs.made("begun", started=2)
     cut(runs.made("damaged", saved=4, started=3).checkpoints / "step_4")
@@ -347,7 +347,7 @@ def test_a_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:
     assert opened.run.path.samefile(runs.workspace.mine)
 
 
-def test_resume_with_a_run_directory_is_about_that_run_alone(runs: Runs) -> None:
+def test_resume_with_a_run_directory_considers_only_that_run(runs: Runs) -> None:
     runs.made("newest", saved=5, started=9)
     mine = runs.made("chosen", saved=2, started=1)
     assert runs.resumed(run_dir=mine.path).checkpoint.progress.step == 2  # type: ignore[union-attr]
@@ -358,7 +358,7 @@ def test_resume_with_a_run_directory_is_about_that_run_alone(runs: Runs) -> None
     assert not Path("elsewhere").exists()
 
 
-def test_without_any_run_resume_begins_one(runs: Runs) -> None:
+def test_resume_without_any_run_starts_a_new_one(runs: Runs) -> None:
     runs.made("another", saved=3, model_name="n")
     opened = runs.resumed()
     assert (opened.checkpoint, opened.lines) == (None, ["no checkpoint to resume from in runs: starting at step 1"])
@@ -370,10 +370,10 @@ def test_checkpoints_in_a_named_directory_are_kept(runs: Runs) -> None:
     hint = runs.workspace.refused(
         "checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path
     )
-    assert hint == "resume from the newest with --resume, or name another folder with --run-dir"
+    assert hint == "resume from the newest one with --resume, or choose a different folder with --run-dir"
 
 
-def test_an_event_in_the_run_is_told_to_people(workspace: Workspace) -> None:
+def test_event_in_a_run_is_printed(workspace: Workspace) -> None:
     workspace.save(4)
     opened: list[Callable[[], Opened]] = [
         lambda: workspace.open(resume=True),

@@ -79,7 +79,7 @@ def test_a_switch_can_be_turned_off_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [("--mode", "shared_vllm"), ("--weight-bridge-mode", "shared_vllm"), ("--single-copy",)]
 )
-def test_the_documented_names_of_the_mode_are_one_choice(arguments: tuple[str, ...]) -> None:
+def test_every_documented_name_sets_the_mode(arguments: tuple[str, ...]) -> None:
     (config,) = parse("--model", "m", *arguments)
     assert isinstance(config, TrainConfig)
     assert config.mode == "shared_vllm"
@@ -96,7 +96,7 @@ def test_flags_win_over_the_environment_which_wins_over_toml(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("mode", "lr"), [("shared_vllm", 1e-6), ("none", 1e-6), ("lora_only", 1e-5)])
-def test_a_learning_rate_that_nobody_wrote_is_the_modes(
+def test_default_learning_rate_depends_on_the_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, lr: float
 ) -> None:
     def rate(*arguments: str) -> float:
@@ -121,7 +121,7 @@ def test_a_refused_choice_reports_no_derived_fault() -> None:
     assert "lr" not in refused.value.message
 
 
-def test_a_name_of_the_toml_file_may_be_a_synonym(tmp_path: Path) -> None:
+def test_toml_file_accepts_synonyms(tmp_path: Path) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text('model = "m"\nport = 7\n')
     (config,) = parse("--config", str(toml))
@@ -145,7 +145,7 @@ def test_one_toml_file_serves_both_configurations(tmp_path: Path) -> None:
     assert (serve.max_model_len, train.optimizer.lr) == (64, 0.5)
 
 
-def test_an_unknown_key_is_refused_with_the_one_that_was_meant(tmp_path: Path) -> None:
+def test_unknown_key_suggests_the_nearest_one(tmp_path: Path) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text('model_name = "m"\ntraining-step = 3\n')
     with pytest.raises(UsageError) as refused:
@@ -179,7 +179,7 @@ NO_TOML = {
 
 
 @pytest.mark.parametrize("case", NO_TOML)
-def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_invalid_toml_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
     text: Any = NO_TOML[case]
     toml = tmp_path / "c.toml"
     toml.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -203,9 +203,7 @@ def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, case: str) ->
         (("--lr-scheduler-type", "linear", "--lr-warmup-steps", "3"), "warmup_steps", 3),
     ],
 )
-def test_a_name_of_others_is_accepted_where_it_means_the_same(
-    given: tuple[str, ...], field: str, value: object
-) -> None:
+def test_equivalent_names_of_other_tools_are_accepted(given: tuple[str, ...], field: str, value: object) -> None:
     (config,) = parse("--model", "m", *given)
     assert config.get(field) == value
 
@@ -235,7 +233,7 @@ def test_texts_and_objects_are_given_as_json(given: tuple[str, ...], field: str,
         (("--chat-template-kwargs", '{"tokenize": true}'), "must not contain tokenize, which Bridge sets"),
     ],
 )
-def test_texts_and_objects_of_another_form_are_refused(given: tuple[str, ...], message: str) -> None:
+def test_malformed_texts_and_objects_are_refused(given: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse("--model", "m", *given)
     assert message in refused.value.message
@@ -270,7 +268,7 @@ def test_every_name_belongs_to_one_choice(cls: type[Config]) -> None:
         (("--loss", "cispo", "--epsilon-high", "0.5"), "clips the weight at 0.5", "--clip-high is the bound minus 1"),
     ],
 )  # fmt: skip
-def test_a_name_that_means_something_else_is_refused(given: tuple[str, ...], message: str, hint: str) -> None:
+def test_name_with_a_different_meaning_is_refused(given: tuple[str, ...], message: str, hint: str) -> None:
     given = "--model-name", "m", "--eval-samples", "1", *given
     with pytest.raises(UsageError) as refused:
         parse(*given)
@@ -278,7 +276,7 @@ def test_a_name_that_means_something_else_is_refused(given: tuple[str, ...], mes
     assert refused.value.hint == hint
 
 
-def test_a_name_of_others_works_where_it_means_the_same(tmp_path: Path) -> None:
+def test_borrowed_name_works_if_it_counts_the_same(tmp_path: Path) -> None:
     (one,) = parse("--model-name", "m", "--max-steps", "100", "--save-steps", "5", "--epsilon-high", "0.3")
     assert isinstance(one, TrainConfig)
     assert (one.training_steps, one.checkpoints.save_interval, one.loss.clip_high) == (100, 5, 0.3)
@@ -293,7 +291,7 @@ def test_a_name_of_others_works_where_it_means_the_same(tmp_path: Path) -> None:
     )  # it has the say
 
 
-def test_a_hint_names_flags_that_there_are() -> None:
+def test_hints_name_only_existing_flags() -> None:
     flags = {flag(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
     flags |= {"--out", "--push"}  # of bridge export
     named = {name for hint in declaration.HINTS.values() for name in re.findall(r"--[a-z0-9-]+", hint.split(" -- ")[0])}
@@ -321,7 +319,7 @@ def test_variables_of_other_commands_are_ignored(monkeypatch: pytest.MonkeyPatch
     assert isinstance(config, ServeConfig)
 
 
-def test_toml_takes_tables_and_the_flat_form_alike(tmp_path: Path) -> None:
+def test_toml_takes_tables_and_flat_keys(tmp_path: Path) -> None:
     flat, tables = tmp_path / "flat.toml", tmp_path / "tables.toml"
     flat.write_text('mode = "lora_only"\nloss = "gspo"\nlr = 1e-4\nlora_r = 4\neval_samples = 2\n')
     tables.write_text(
@@ -350,7 +348,7 @@ def test_a_fault_in_a_table_names_the_table(tmp_path: Path, text: str, message: 
         parse("--model-name", "m", "--config", str(toml))
 
 
-def test_what_a_person_wrote_stands_beside_what_was_derived() -> None:
+def test_document_separates_given_and_derived_values() -> None:
     config = TrainConfig.of(model_name="m", batch_size=16)
     document = config.document(config.changed(max_new_tokens=64, lr=1e-6))
     assert (document["rollouts"]["batch_size"], document["sampling"]["max_new_tokens"]) == (16, None)

@@ -147,7 +147,7 @@ def test_offloaded_state_is_held_once_per_host(plan: Planned) -> None:
     assert offloaded["state_gib"] == 0
 
 
-def test_process_beside_a_split_server_holds_a_copy(plan: Planned, page: Callable[..., str]) -> None:
+def test_process_next_to_a_sharded_server_holds_a_copy(plan: Planned, page: Callable[..., str]) -> None:
     for mode in (("--mode", "none"), ("--mode", "lora_only", "--lora-handover", "disk")):
         given = (*mode, "--tensor-parallel-size", "2")
         weights = 1.5 * 2 * PARAMETERS["7B"] / 2**30
@@ -171,7 +171,7 @@ def test_replicas_share_the_state_beside_their_servers(plan: Planned) -> None:
     assert {row["trainer_device"] for row in four["rows"]} == {"auto"}
 
 
-def test_choices_that_exclude_one_another_are_refused(page: Callable[..., str]) -> None:
+def test_conflicting_choices_are_refused(page: Callable[..., str]) -> None:
     refusal = page("7B", "80", "--optimizer", "adamw-8bit", "--offload-optimizer")
     assert "--offload-optimizer keeps float32 states in host memory" in refusal
 
@@ -190,13 +190,13 @@ def test_table_has_80_columns(
         assert sum("adamw-8bit, released" in line for line in table) == 3
 
 
-def test_float32_sums_are_explained_and_not_counted(plan: Planned, page: Callable[..., str]) -> None:
+def test_float32_sums_are_explained_but_not_counted(plan: Planned, page: Callable[..., str]) -> None:
     given = "7B", "139.8", "--mode", "shared_vllm", "--batch-size"
     few, many = (plan(*given, size)["rows"] for size in ("128", "136"))
     assert (few[0]["sums_gib"], many[0]["sums_gib"]) == (0, many[0]["gradients_gib"])
     assert few[0]["gradients_gib"] == many[0]["gradients_gib"]
     assert "summed in float32" not in page(*given, "128")
-    expected = "with more than 16 micro-batches an update they are summed in float32 if that fits, in up to 14.2 GiB"
+    expected = "with more than 16 micro-batches per update they are summed in float32 if that fits, in up to 14.2 GiB"
     assert expected in page(*given, "136")
     assert next(row["sums_gib"] for row in many if row["name"] == "adamw, released") == 0
 
@@ -244,10 +244,10 @@ def test_images_are_named_with_the_model(plan: Planned, page: Callable[..., str]
     printed = page("7B", "139.8", config=seeing)
     assert "prompts may have images; its vision model stays frozen in vLLM's memory" in printed
     odd = plan("7B", "139.8", config={**seeing, "model_type": "odd"})
-    assert odd["sight"] == "trained on text alone, without images"
+    assert odd["sight"] == "trained on text only, without images"
 
 
-def test_missing_configuration_is_downloaded_alone(
+def test_only_a_missing_configuration_is_downloaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, requests = folder_of(qwen2("7B"), tmp_path / "hub"), list[object]()
@@ -263,7 +263,9 @@ def test_missing_configuration_is_downloaded_alone(
     assert requests == [("org/model", "config.json")]
 
 
-def test_unreachable_hub_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unreachable(_url: str, **_: object) -> str:
         raise ConnectionError("no such host\nand more")
 
@@ -303,7 +305,7 @@ def test_plan_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "shown"), [(999_499, "999k"), (1_000_000, "1.00M"), (52_300, "52k"), (147_700_000, "148M")]
 )
-def test_tokens_are_short(count: int, shown: str) -> None:
+def test_token_counts_are_abbreviated(count: int, shown: str) -> None:
     assert tokens(count) == shown
     assert len(shown) <= WIDTHS["tokens"]
 
@@ -323,7 +325,7 @@ def test_fp8_is_planned_only_where_it_is_served(plan: Planned) -> None:
     assert "--reload in-place" in in_place["recommended"]
 
 
-def test_fp8_of_a_server_that_is_fed_replaces_its_weights(plan: Planned) -> None:
+def test_fp8_replaces_the_weights_of_a_transfer_server(plan: Planned) -> None:
     flags = "--mode", "none", "--reload", "transfer", "--trainer-device", "cuda:1"
     plain, quantized = (plan("7B", "139.8", *flags, *more) for more in ((), ("--quantization", "fp8_per_block")))
     assert "--quantization fp8_per_block" in quantized["recommended"]

@@ -54,7 +54,7 @@ def test_one_replica_has_as_many_ranks_as_its_server(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "none"])
 @pytest.mark.parametrize("nest", [lambda config: config, lambda config: {"text_config": config}])
-def test_heads_that_parts_do_not_divide_are_refused(tmp_path: Path, mode: Any, nest: Callable[[Any], Any]) -> None:
+def test_sizes_that_do_not_divide_the_heads_are_refused(tmp_path: Path, mode: Any, nest: Callable[[Any], Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(nest({"num_attention_heads": 12})))
     train, model = TrainConfig.of(model_name=str(tmp_path), mode=mode), str(tmp_path)
     rank_gpus.check_divides(model, 6)
@@ -70,7 +70,7 @@ def test_heads_that_parts_do_not_divide_are_refused(tmp_path: Path, mode: Any, n
      ((12, 2, 8960), 6, "8960 intermediate columns", 4), ((16, 2, 64), 8, "", 8)],
     ids=["7B", "key-value heads", "1.5B", "shared"],
 )  # fmt: skip
-def test_what_vllm_cannot_cut_is_refused_with_one_that_fits(
+def test_unshardable_size_is_refused_with_one_that_fits(
     tmp_path: Path, widths: tuple[int, ...], parts: int, undivided: str, fitting: int
 ) -> None:
     names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
@@ -83,7 +83,7 @@ def test_what_vllm_cannot_cut_is_refused_with_one_that_fits(
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
+def test_batch_is_divided_among_replicas_not_gpus() -> None:
     assert len(gpus_of(2, gpus=4, batch_size=16, group_size=8)) == 4
     assert len(gpus_of(4, gpus=8, hosts=3, batch_size=48, group_size=8)) == 8
     with pytest.raises(UsageError, match="4 replicas do not divide the 6 groups of a batch") as caught:
@@ -95,9 +95,9 @@ def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_batches_of_an_atropos_api_are_dealt_out_as_they_come() -> None:
+def test_atropos_batches_need_not_divide_but_ports_must_fit() -> None:
     assert len(gpus_of(gpus=4, batch_size=48, group_size=8, rollouts="atropos", port=65532)) == 4
-    with pytest.raises(UsageError, match="--port 65533: the servers of all replicas have ports in a row") as caught:
+    with pytest.raises(UsageError, match="--port 65533: the servers of all replicas use consecutive ports") as caught:
         gpus_of(gpus=4, rollouts="atropos", port=65533)
     assert caught.value.hint == "--port 65532 or lower"
 
@@ -121,12 +121,17 @@ def test_replicas_that_compute_passes_together_keep_their_own_servers() -> None:
 @pytest.mark.parametrize(
     ("parts", "choices", "message", "hint"),
     [
-        (1, {}, "--context-parallel-size 2 does not divide the 1 replicas of a host", "a multiple of 2: --gpus, or"),
+        (1, {}, "--context-parallel-size 2 does not divide the 1 replicas of a host", "use a multiple of 2 as --gpus"),
         (1, {"gpus": 3, "batch_size": 48}, "--context-parallel-size 2 does not divide the 3 replicas", "a multiple"),
-        (2, {"gpus": 4}, "trains on servers of one GPU each, found --tensor-parallel-size 2", "leave out one of them"),
+        (
+            2,
+            {"gpus": 4},
+            "trains on servers with one GPU each, found --tensor-parallel-size 2",
+            "leave out one of them",
+        ),
     ],
 )
-def test_what_cannot_be_cut_into_slices_is_refused(
+def test_context_parallel_size_that_does_not_divide_is_refused(
     parts: int, choices: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:
@@ -134,7 +139,7 @@ def test_what_cannot_be_cut_into_slices_is_refused(
     assert hint in caught.value.hint
 
 
-def test_slices_and_released_gradients_are_refused() -> None:
+def test_context_parallelism_with_released_gradients_is_refused() -> None:
     with pytest.raises(ValueError, match="--gradient-release cannot be combined with --context-parallel-size 2"):
         TrainConfig.of(model_name="m", gradient_release=True, context_parallel_size=2)
 
@@ -152,7 +157,7 @@ def test_slices_and_released_gradients_are_refused() -> None:
         ),
     ],
 )
-def test_models_that_slices_cannot_cut_are_refused_before_vllm_starts(
+def test_models_that_cannot_be_sliced_are_refused_early(
     tmp_path: Path, config: dict[str, Any], size: int, message: str, hint: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -165,7 +170,7 @@ def test_models_that_slices_cannot_cut_are_refused_before_vllm_starts(
 @pytest.mark.usefixtures("eight_gpus")
 def test_too_many_gpus_are_refused_with_a_number_that_fits() -> None:
     for parts, gpus, hint in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
-        with pytest.raises(UsageError, match=f"--gpus {gpus}: this host shows 8") as caught:
+        with pytest.raises(UsageError, match=f"--gpus {gpus}: this host has only 8 visible") as caught:
             gpus_of(parts, gpus=gpus, batch_size=8 * gpus)
         assert caught.value.hint == hint
 
@@ -194,14 +199,14 @@ def test_without_shared_memory_there_is_one_rank_per_server(choices: dict[str, A
     [
         (2, {"gpus": 3, "batch_size": 24}, "--gpus 3 is not a multiple of --tensor-parallel-size 2"),
         (4, {"gpus": 2}, "--gpus 2 is not a multiple of --tensor-parallel-size 4"),
-        (16, {}, "--tensor-parallel-size 16: this host shows 8"),
-        (2, {"gpus": 16, "batch_size": 128}, "--gpus 16: this host shows 8"),
-        (2, {"mode": "lora_only", "lora_handover": "disk", "gpus": 2}, "each of several servers has one GPU"),
-        (2, {"mode": "none", "gpus": 2}, "--mode none: each of several servers has one GPU"),
+        (16, {}, "--tensor-parallel-size 16: this host has only 8 visible"),
+        (2, {"gpus": 16, "batch_size": 128}, "--gpus 16: this host has only 8 visible"),
+        (2, {"mode": "lora_only", "lora_handover": "disk", "gpus": 2}, "with several servers, each must have one GPU"),
+        (2, {"mode": "none", "gpus": 2}, "--mode none: with several servers, each must have one GPU"),
         (
             2,
             {"gradient_release": True},
-            "--gradient-release trains on servers of one GPU each, found --tensor-parallel",
+            "--gradient-release trains on servers with one GPU each, found --tensor-parallel",
         ),
         (
             2,
@@ -210,7 +215,7 @@ def test_without_shared_memory_there_is_one_rank_per_server(choices: dict[str, A
         ),
     ],
 )
-def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dict[str, Any], words: str) -> None:
+def test_choices_that_cannot_train_shards_are_refused(num_parts: int, choices: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         gpus_of(num_parts, **choices)
     assert words in caught.value.message

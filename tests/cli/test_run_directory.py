@@ -93,7 +93,7 @@ def test_a_folder_with_files_of_other_names_may_hold_a_run(tmp_path: Path) -> No
     assert RunDirectory.create(tmp_path, environment="arithmetic").path == tmp_path
 
 
-def test_a_run_that_left_nothing_leaves_no_mark(tmp_path: Path) -> None:
+def test_unused_run_directory_leaves_no_mark(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "new"):
         RunDirectory.create(folder, environment="arithmetic").remove_if_unused()
@@ -106,13 +106,13 @@ def test_every_file_of_a_run_is_known_by_name(tmp_path: Path) -> None:
     assert {path.name for path in paths if path.parent == tmp_path} <= run.names
 
 
-def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+def test_file_in_place_of_a_run_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot make the run directory"):
         RunDirectory.create(tmp_path / "file", environment="arithmetic")
 
 
-def test_the_default_name_is_the_time_and_task_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_name_is_the_time_and_task_and_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [RunDirectory.create(None, environment=name) for name in ("arithmetic", "a/b.py:Task", "arithmetic")]
     assert len({run.path for run in runs}) == 3
@@ -158,7 +158,7 @@ def test_each_group_is_one_line_of_rollouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("versions", "expected"), [((4, 4), 4), ((4, 5), "4-5"), ((5, 3), "3-5"), ((4, None), None), ((), None)]
 )
-def test_a_completion_has_a_version_if_all_are_known(
+def test_completion_has_a_version_if_every_token_has_one(
     tmp_path: Path, versions: tuple[int | None, ...], expected: int | str | None
 ) -> None:
     run = RunDirectory(tmp_path)
@@ -208,7 +208,7 @@ def test_a_long_text_is_cut_in_the_middle(tmp_path: Path) -> None:
         assert "[… 900,000 characters left out …]" in text
 
 
-def test_no_text_and_no_answer_breaks_a_line(tmp_path: Path) -> None:
+def test_no_text_or_answer_breaks_a_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     text = 'a\nb\r\x1b[31m\u2028\x85\ud83d "\\ 你好'
     answers = [{1, 2}, {"of": (1, math.inf)}, Path("a/b"), None, 3]
@@ -240,14 +240,14 @@ def test_rollouts_and_evaluations_are_cut_with_the_metrics(tmp_path: Path) -> No
     assert json.loads(run.evaluations.read_text().splitlines()[1])["reward_mean"] is None
 
 
-def test_a_whole_last_line_without_its_end_counts_as_cut_short(tmp_path: Path) -> None:
+def test_last_line_without_a_newline_counts_as_truncated(tmp_path: Path) -> None:
     run = with_steps(tmp_path, 1, 2)
     run.metrics.write_text(run.metrics.read_text().removesuffix("\n"))
     RunDirectory.reopen(tmp_path, 2)
     assert (steps(run.metrics), steps(run.lost_metrics)) == ([1], [2])
 
 
-def test_no_memory_is_needed_for_the_rollouts_that_are_kept(tmp_path: Path) -> None:
+def test_kept_rollouts_are_not_loaded_into_memory(tmp_path: Path) -> None:
     run = with_steps(tmp_path, 1)
     for _ in range(40):
         run.append_rollouts(1, [group("x" * 500_000)])
@@ -284,7 +284,7 @@ def test_a_resumed_run_moves_later_steps_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_mark.NAME, "metrics.jsonl", "metrics_lost.jsonl"]
 
 
-def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:
+def test_files_without_later_steps_are_left_unchanged(tmp_path: Path) -> None:
     before = with_steps(tmp_path, 1, 2).metrics.stat()
     run = RunDirectory.reopen(tmp_path, 2)
     after = run.metrics.stat()
@@ -294,7 +294,7 @@ def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:
     assert not RunDirectory.reopen(tmp_path, 2).metrics.exists()
 
 
-def test_a_step_that_was_saved_but_has_no_line_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_step_without_a_metrics_line_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = with_steps(tmp_path, 1, 2)
     RunDirectory.reopen(tmp_path, 2)
     assert caplog.messages == []
@@ -334,7 +334,7 @@ def test_a_full_disk_is_reported_with_the_file_and_its_room(tmp_path: Path) -> N
     assert steps(run.metrics) == [1]
 
 
-def test_a_line_that_was_cut_short_is_moved_aside_as_it_is(tmp_path: Path) -> None:
+def test_truncated_line_is_moved_aside_unchanged(tmp_path: Path) -> None:
     run = with_steps(tmp_path, 1, 2)
     with run.metrics.open("a") as file:
         file.write('{"step": 3, "weig')
@@ -343,7 +343,7 @@ def test_a_line_that_was_cut_short_is_moved_aside_as_it_is(tmp_path: Path) -> No
     assert run.lost_metrics.read_text() == '{"step": 3, "weig\n'
 
 
-def test_a_kill_between_two_files_loses_and_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_between_two_files_loses_or_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = with_steps(tmp_path, 1, 2, 3)
 
     def killed(path: Path, length: int) -> None:
@@ -359,7 +359,7 @@ def test_a_kill_between_two_files_loses_and_doubles_nothing(tmp_path: Path, monk
     assert (steps(run.metrics), steps(run.lost_metrics)) == ([1], [2, 3])
 
 
-def test_another_rank_writes_nothing_into_the_directory(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing_into_the_directory(tmp_path: Path) -> None:
     nothing: Any = None
     first = RunDirectory.create(tmp_path / "run", environment="arithmetic")
     first.append(metrics(1))
@@ -384,7 +384,7 @@ def test_another_rank_writes_nothing_into_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_rank_is_refused_where_no_run_is_going_on(tmp_path: Path, exists: bool) -> None:
+def test_rank_is_refused_where_no_run_is_in_progress(tmp_path: Path, exists: bool) -> None:
     path = tmp_path / "run"
     if exists:
         path.mkdir()

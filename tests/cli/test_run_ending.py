@@ -46,7 +46,7 @@ def test_a_run_ends_with_its_checkpoint_and_two_commands(run: RunDirectory, caps
     ]
 
 
-def test_a_run_that_took_every_step_is_resumed_with_more(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_can_be_resumed_with_more_steps(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 9)
     label, *command = shlex.split(ending_lines(run, capsys)[1])
     assert label == "longer:"
@@ -54,7 +54,7 @@ def test_a_run_that_took_every_step_is_resumed_with_more(run: RunDirectory, caps
     assert command[command.index("--training-steps") + 1] == "18"
 
 
-def test_a_run_without_a_checkpoint_has_a_report_alone(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_checkpoint_prints_only_the_report(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert ending_lines(run, capsys) == []
     run.append(metrics(1))
     (run.checkpoints / "step_1").mkdir(parents=True)

@@ -84,17 +84,17 @@ def test_without_names_the_manifest_is_searched_for(host: Host) -> None:
     assert running(config()) == [], "the mode says so"
 
 
-def test_a_mode_that_attaches_to_nothing_needs_no_server(host: Host) -> None:
+def test_mode_that_does_not_attach_needs_no_server(host: Host) -> None:
     host.add("a", port=9001)
     alone = config(mode="none")
     assert running(alone) == []
     assert planned_for(alone).gpus == [None]
 
 
-def test_an_address_where_nothing_listens_names_those_that_do(host: Host) -> None:
+def test_wrong_address_error_lists_the_running_servers(host: Host) -> None:
     assert "--servers 9007: no server of Bridge listens there; start it with" in refusal(config("9007"))
     host.add("a", port=9001)
-    assert "listens there, but at http://127.0.0.1:9001" in refusal(config("127.0.0.1:9007"))
+    assert "listens there, only at http://127.0.0.1:9001" in refusal(config("127.0.0.1:9007"))
     assert "no manifest at" in refusal(config("nowhere.json"))
 
 
@@ -112,7 +112,7 @@ def test_servers_that_differ_are_refused(host: Host, changes: dict[str, Any], wo
     assert words in refusal(config("9001", "9002"))
 
 
-def test_a_server_is_named_once(host: Host) -> None:
+def test_server_named_twice_is_refused(host: Host) -> None:
     path = host.add("a", port=9001)
     assert f"--servers: 9001 and {path} are the same server (pid 9001)" in refusal(config("9001", path))
 
@@ -123,7 +123,7 @@ def shard(rank: int, gpu: str | None) -> dict[str, Any]:
     return {name: exported[name] for name in names} | {"rank": rank, "gpu_uuid": gpu}
 
 
-def test_each_part_has_a_rank_and_each_server_a_replica(host: Host) -> None:
+def test_each_shard_has_a_rank_and_each_server_a_replica(host: Host) -> None:
     cut = {"tp_degree": 2, "other_shards": (shard(1, None),)}
     host.add("a", port=9001, **cut)
     host.add("b", port=9002, **cut)

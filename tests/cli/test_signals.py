@@ -160,7 +160,7 @@ class Broken(io.StringIO):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
 @pytest.mark.parametrize("use", [lambda stream: stream.write("lost"), lambda stream: stream.flush()])
-def test_a_stream_that_nobody_reads_is_silent_from_then_on(
+def test_stream_that_lost_its_reader_discards_its_output(
     tmp_path: Path, number: int, use: Callable[[DisconnectableStream], object]
 ) -> None:
     with (tmp_path / "file").open("w") as file:
@@ -171,7 +171,7 @@ def test_a_stream_that_nobody_reads_is_silent_from_then_on(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_reported_for_data_alone(number: int) -> None:
+def test_full_disk_is_reported_only_for_data(number: int) -> None:
     notes = Broken(number, -1)
     DisconnectableStream(notes, holds_notes=True).write("lost")
     notes.broken = None
@@ -196,7 +196,7 @@ def test_output_to_a_full_disk_is_one_error_line(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("stream", ["1", "2"])
-def test_a_stream_that_was_closed_from_the_start_ends_nothing(stream: str) -> None:
+def test_stream_closed_from_the_start_is_tolerated(stream: str) -> None:
     command = f'exec "{sys.executable}" -m bridge --version {stream}>&-'
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
@@ -204,7 +204,7 @@ def test_a_stream_that_was_closed_from_the_start_ends_nothing(stream: str) -> No
     assert ended.stdout.startswith("bridge") is (stream == "2")
 
 
-def test_notes_to_a_full_disk_end_nothing() -> None:
+def test_notes_to_a_full_disk_are_dropped() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "bridge", "--no-such-flag"]
         assert subprocess.run(command, stderr=full, check=False).returncode == 2

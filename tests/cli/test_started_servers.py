@@ -57,14 +57,12 @@ def test_the_trainer_of_a_stock_server_looks_for_no_manifest(tmp_path: Path) -> 
         ({"mode": "none", "reload": "in-place"}, True),
     ],
 )
-def test_a_server_that_is_only_restarted_is_the_stock_one(choices: dict[str, str], patched: bool) -> None:
+def test_server_that_is_only_restarted_is_stock_vllm(choices: dict[str, str], patched: bool) -> None:
     assert TrainConfig.model_validate({"model_name": "m", **choices}).needs_patched_server is patched
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_the_server_takes_adapters_of_the_rank_that_is_trained(
-    capsys: pytest.CaptureFixture[str], in_memory: bool
-) -> None:
+def test_server_takes_adapters_of_the_trained_rank(capsys: pytest.CaptureFixture[str], in_memory: bool) -> None:
     serve = ServeConfig(model="m")
     for size in (1, 8, 16, 32, 64, 128, 256, 320, 512):
         assert for_adapters(serve, size, in_memory=in_memory).max_lora_rank == size
@@ -92,7 +90,7 @@ def test_a_rank_other_than_the_slots_is_refused(
     assert for_adapters(serve, rank, flags, in_memory=False).max_lora_rank == (serve.max_lora_rank or rank)
 
 
-def test_the_server_has_slots_for_the_experts_that_are_trained() -> None:
+def test_server_has_slots_for_the_trained_experts() -> None:
     serve = ServeConfig(model="m", max_lora_rank=16)
     assert not for_adapters(serve, 16, in_memory=True).lora_experts
     assert for_adapters(serve, 16, in_memory=True, experts=True).lora_experts
@@ -103,7 +101,7 @@ def test_the_server_has_slots_for_the_experts_that_are_trained() -> None:
 def test_an_adapter_that_vllm_shards_is_refused() -> None:
     split, whole = (ServeConfig(model="m", tensor_parallel_size=size) for size in (2, 1))
     flags = ["--enforce-eager", "--fully_sharded_loras"]
-    with pytest.raises(UsageError, match="--fully-sharded-loras cuts an adapter in another way"):
+    with pytest.raises(UsageError, match="--fully-sharded-loras shards an adapter differently"):
         for_adapters(split, 16, flags, in_memory=True)
     for serve, in_memory in ((split, False), (whole, True)):
         assert for_adapters(serve, 16, flags, in_memory=in_memory).max_lora_rank == 16

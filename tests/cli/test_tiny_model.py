@@ -17,7 +17,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("made") / "tiny", recipe=short)
 
 
-def test_it_reads_every_printable_text_as_it_is(made: Path) -> None:
+def test_tokenizer_keeps_every_printable_text_unchanged(made: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(made)
     text = "How much is {'a': 3} + 4?\n#### 7 \\boxed{7} <tool_call>"
     token_ids = tokenizer(text)["input_ids"]
@@ -25,7 +25,7 @@ def test_it_reads_every_printable_text_as_it_is(made: Path) -> None:
     assert tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_its_template_keeps_turns_and_writes_calls(made: Path) -> None:
+def test_template_keeps_turns_and_renders_calls(made: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(made)
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     conversation = Conversation(tokenizer, str(made), tools=[schema])
@@ -36,7 +36,7 @@ def test_its_template_keeps_turns_and_writes_calls(made: Path) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<system>Be brief.<user>1+2="
 
 
-def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     assert answer(["demo", "--model-only", str(tmp_path)]) == 2
     assert "--model-only" in capsys.readouterr().err.splitlines()[-1]

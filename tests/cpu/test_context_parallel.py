@@ -68,7 +68,7 @@ def test_a_rank_that_is_killed_ends_the_run(model: Path, tmp_path: Path, lost: i
     assert process.wait(SILENT_LIMIT_S) == 1  # its end is noticed, not its silence
     assert not test_gpus.left(tree)
     output = (tmp_path / "out").read_text()
-    assert f"rank {lost} of 2 was ended by SIGKILL" in output
+    assert f"rank {lost} of 2 was killed by SIGKILL" in output
     assert "Traceback" not in output
     if lost:
         (saved,) = re.findall(r"without the optimizer's state, are in (\S+)", output)

@@ -199,7 +199,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(m
     assert process.wait(LIMIT_S) == 1
     assert not left(tree)
     output = (tmp_path / "out").read_text()
-    assert "error: rank 1 of 2 was ended by SIGKILL" in output
+    assert "error: rank 1 of 2 was killed by SIGKILL" in output
     assert "Traceback" not in output
     (saved,) = re.findall(r"without the optimizer's state, are in (\S+)", output)
     assert load_file(Path(saved, "model.safetensors"))
@@ -232,7 +232,7 @@ def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(
     assert steps == [*range(1, len(steps) + 1)]
     assert all(1 <= float(str(row["rank_token_balance"])) < 2 for row in metrics(tmp_path) if row["updates"])
     output = (tmp_path / "out").read_text()
-    assert "rank 1 of 2 was ended by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in output
+    assert "rank 1 of 2 was killed by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in output
     assert "Traceback" not in output
 
 

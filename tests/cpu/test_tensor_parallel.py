@@ -276,7 +276,7 @@ def test_a_run_in_parts_that_is_interrupted_or_loses_one_ends_in_a_line_and_leav
     assert not test_gpus.left(tree)
     output = (tmp_path / "out").read_text()
     assert "Traceback" not in output
-    assert ("interrupted" if how is signal.SIGINT else "error: rank 1 of 2 was ended by SIGKILL") in output
+    assert ("interrupted" if how is signal.SIGINT else "error: rank 1 of 2 was killed by SIGKILL") in output
     newest, _ = checkpoint.newest(tmp_path / "run" / "checkpoints", "step_")
     assert newest is not None
     assert newest.progress.step >= (3 if how is signal.SIGINT else 2)

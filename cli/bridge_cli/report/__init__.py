@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from bridge_cli.report.record import Run
 
 HEAD_BYTES = 2048
-"""A page names its generator within these; no other file is overwritten."""
+"""A report names its generator within its first bytes; a file that does not is never overwritten."""
 MOST_RUNS = 8
-"""The number of colors."""
+"""Maximum number of runs on a page, one per color."""
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False, **HOME)]
 Out = Annotated[
@@ -85,7 +85,7 @@ def write(folders: Sequence[Path], target: Path) -> "list[tuple[Run, dict[str, A
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Return the paths without the folders that they have in common."""
+    """Return the paths relative to the folder that they have in common."""
     resolved = [folder.resolve() for folder in folders]
     common = os.path.commonpath([folder.parent for folder in resolved])
     return [str(folder.relative_to(common)) for folder in resolved]

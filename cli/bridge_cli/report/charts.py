@@ -26,11 +26,11 @@ EACH_STEP = "each step"
 
 
 MAIN, MISMATCH = "reward_mean", "logprob_diff_mean"
-"""Metrics whose charts show more than their curves: evaluations and the names of events, and the healthy range."""
+"""The chart of the first also shows evaluations and names events, that of the second shows the healthy range."""
 
 
 def sections(runs: Iterable[Run]) -> dict[str, Sequence[Metric]]:
-    """Return the metrics of each section, and the others of the runs, of a custom loss or a library loop."""
+    """Return the metrics of each section, the last with those that a custom loss or a library loop logged."""
     names = sorted({name for run in runs for name in run.columns if name.partition("/")[0] not in METRICS})
     others = [replace(undeclared(name), title=name.replace("/", ": ", 1), about="As it was logged.") for name in names]
     return {**SECTIONS, "Other metrics": others}
@@ -59,9 +59,9 @@ class Drawing(NamedTuple):
     about: str
     lines: list[Line]
     plot: figure | None = None
-    """None if nothing changes during the run: the last values say it all."""
+    """None if no value changes during the run: the last values are enough."""
     references: Mapping[str, str] = {}
-    """What is drawn beside the lines -> its color."""
+    """Name of each item drawn in addition to the lines -> its color."""
 
 
 class Artist:
@@ -78,7 +78,7 @@ class Artist:
         self._pointer = Span(dimension="height", line_color=TEXT)
 
     def drawings(self, metric: Metric) -> Iterator[Drawing]:
-        """Yield the drawings of a metric: none if the runs have no values of it."""
+        """Yield the drawings of a metric, none if the runs have no values for it."""
         is_stacked = metric.chart in ("stacked", "ramp") and self._single is not None
         palette = RAMP if metric.chart == "ramp" and is_stacked else COLORS
         for title, curves in self._curves(metric):
@@ -100,7 +100,7 @@ class Artist:
             yield Drawing(title, metric.about, lines, plot, dict(self._references(metric, plot)))
 
     def _curves(self, metric: Metric) -> Iterator[tuple[str, dict[str, Column]]]:
-        """Yield the title and the curves of each chart: several runs have one chart for each part of the reward."""
+        """Yield the title and the curves of each chart; with several runs, each item of a metric gets its own chart."""
         unit = f", {metric.unit}" if metric.unit else ""
         columns = self._columns(metric)
         if self._single:
@@ -154,7 +154,7 @@ class Artist:
         for name, line, row in zip(names, lines, rows, strict=True) if not is_stacked else ():
             plot.line("step", name, source=source, color=line.color, alpha=0.4 if line.is_faint else 1, line_width=2)
             padded = np.isfinite([np.nan, *row, np.nan])
-            alone = padded[1:-1] & ~padded[:-2] & ~padded[2:]  # between two gaps there is no line
+            alone = padded[1:-1] & ~padded[:-2] & ~padded[2:]  # a value between two gaps is not part of any line
             plot.scatter(steps[alone], row[alone], color=line.color, size=5)
         values = [(line.name, f"@{name}{{%.4g}}") for line, name in zip(lines, names, strict=True)]
         hover = HoverTool(
@@ -171,7 +171,7 @@ class Artist:
         if metric.name == MISMATCH:
             low, high = HEALTHY_NATS
             plot.add_layout(BoxAnnotation(bottom=low, top=high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None))
-            yield f"rounding alone, in bf16: {low} to {high}", HEALTHY
+            yield f"rounding only, in bf16: {low} to {high}", HEALTHY
             if self._single and isinstance(alarm := self._single.config.get("mismatch_alarm"), int | float):
                 plot.add_layout(Span(location=alarm, dimension="width", line_color=ALARM, line_dash="dashed"))
                 yield f"--mismatch-alarm {alarm:g}", ALARM

@@ -1,4 +1,4 @@
-"""Put a run, or several, on a page: one file, whose content security policy lets it load nothing else."""
+"""Render one or several runs as a page: a single file, whose content security policy blocks loading anything else."""
 
 import base64
 import hashlib
@@ -109,7 +109,7 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
 
 
 def _over_run(metric: Metric, run: Run) -> float | None:
-    if isinstance(metric.derive, PerSecond):  # the mean of its values would be more: short steps count as long ones
+    if isinstance(metric.derive, PerSecond):  # not the mean over steps, where short steps weigh as much as long ones
         amounts, seconds = run.column(metric.derive.amount), run.column(metric.derive.seconds)
         known = ~np.isnan(amounts + seconds)
         total_s = float(seconds[known].sum())
@@ -149,7 +149,7 @@ def software(run: Run) -> dict[str, str]:
 
 
 def differing(configs: Sequence[Mapping[str, Any]], *, name: Callable[[str], str] = flag) -> dict[str, list[str]]:
-    """Return the flag of every choice in which runs differ, and its value in each run; `name` makes it of the key."""
+    """Return the flag of every choice in which runs differ, and its value in each run; `name` turns keys into flags."""
     keys = dict.fromkeys(key for config in configs for key in config if key not in PATH_CHOICES)
     rows = {name(key): [_written(config[key]) if key in config else "–" for config in configs] for key in keys}
     return {title: values for title, values in rows.items() if len(set(values)) > 1}
@@ -161,7 +161,7 @@ def as_text(value: object) -> str:
 
 
 def described(problem: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a problem has beside its prompt, without the form of it for models without a chat template."""
+    """Return the fields of a problem other than its prompt and the prompt for models without a chat template."""
     return {name: value for name, value in problem.items() if name not in ("prompt", "plain_prompt")}
 
 
@@ -177,7 +177,7 @@ def messages(prompt: object) -> list[tuple[str, str]]:
 
 
 def shown(value: object, digits: int = 4) -> str:
-    """Return a number with its significant digits, and anything else as text."""
+    """Return a number with `digits` significant digits, and anything else as text."""
     if value is None or not isinstance(value, int | float):
         return "–" if value is None else as_text(value)
     if not np.isfinite(value):

@@ -24,7 +24,7 @@ from bridge.errors import UsageError
 Column = NDArray[np.float64]
 """One value per step; NaN where it is missing."""
 LONGEST_INT = 18
-"""Digits. Longer integers are read as text: no float holds them exactly, and the longest fit into none."""
+"""Digits. Longer integers stay text: a float cannot hold them exactly, and the longest overflow it."""
 NUM_PROBLEMS, NUM_STEPS = 3, 12
 """How many recurring problems to follow, and how many steps to show."""
 FEWEST_STEPS = 4
@@ -32,7 +32,7 @@ FEWEST_STEPS = 4
 LONGEST_TEXT = 12_000
 """Characters; longer texts are cut in the middle, because answers are at the end."""
 SHORTEST_TURN = 300
-"""Characters of a turn that are shown, however many there are."""
+"""Characters that are shown of each turn, however many turns there are."""
 
 
 class Event(NamedTuple):
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run directory. Whatever it lacks is empty here."""
+    """A run directory; the fields for missing files are empty."""
 
     name: str
     path: Path
@@ -127,7 +127,7 @@ def has_step(row: Mapping[str, Any]) -> bool:
 def json_objects(
     path: Path, notes: list[str], is_usable: Callable[[Mapping[str, Any]], bool]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the byte offset and content of each usable JSON object in a file with one per line; note the others."""
+    """Yield the byte offset and content of each usable JSON object in a file with one per line; note unusable lines."""
     if not path.is_file():
         return
     offset = skipped = 0
@@ -156,7 +156,7 @@ def json_object(text: bytes) -> dict[str, Any] | None:
 
 
 def _object(value: object) -> Mapping[str, Any]:
-    """Return a JSON object of a file that anybody may have edited; anything else counts as empty."""
+    """Return a JSON object from a file that anybody may have edited; anything else counts as empty."""
     return value if isinstance(value, dict) else {}
 
 
@@ -191,7 +191,7 @@ class Samples(NamedTuple):
     """Completions of one run."""
 
     series: Sequence[Mapping[str, Any]] = ()
-    """A `problem`, and what is shown of each of its `steps`; or, with an empty problem, the steps of a run."""
+    """Each has a `problem` and its `steps` as shown; if no problem recurs, one has the run's steps and no problem."""
     num_groups: int = 0
     num_steps: int = 0
 
@@ -225,7 +225,7 @@ def samples(path: Path, notes: list[str], *, longest: int = LONGEST_TEXT) -> Sam
 
 def _is_group(row: Mapping[str, Any]) -> bool:
     """Return whether a line has what the page shows of a group, in the right types."""
-    parts = [row.get("completions"), row.get("unscored", [])]  # runs of earlier versions have none
+    parts = [row.get("completions"), row.get("unscored", [])]  # missing in runs of earlier versions
     are_lists = all(isinstance(part, list) and all(isinstance(sample, dict) for sample in part) for part in parts)
     if not (are_lists and has_step(row) and isinstance(row.get("problem"), dict)):
         return False
