@@ -1,7 +1,7 @@
-"""Everything a user can configure, each choice declared once; flags, environment variables and TOML come from here.
+"""Everything a user can configure. Each choice is declared once, for flags, environment variables and TOML.
 
-Words: a *choice* is one field, a *section* the choices of one concern, a *key* the flat name of a choice. What is
-derived from choices is not here: the code that derives it reports it.
+Words: a *choice* is one field, a *section* the choices of one concern, a *key* the flat name of a choice. Values that
+are derived from choices are not here: the code that derives a value reports it.
 May import: `bridge.core`.
 """
 

@@ -20,7 +20,7 @@ from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
 NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
-"""Variables that are no choices of a command."""
+"""`BRIDGE_` variables that are not choices of any command."""
 
 
 class Config(Section):
@@ -37,9 +37,9 @@ class Config(Section):
     def resolve(
         cls, flags: Mapping[str, Any], toml: Path | None = None, *, beside: tuple[type["Config"], ...] = ()
     ) -> Self:
-        """Merge the TOML file, the environment and `flags` (None: not given), the later winning.
+        """Merge the TOML file, the environment and `flags` (None: not given); later sources win.
 
-        Keys that only the classes `beside` it know are left to them.
+        Keys that belong only to the classes `beside` this one are ignored.
         """
         given: dict[str, Any] = {}
         origins: dict[str, str] = {}
@@ -63,9 +63,9 @@ class Config(Section):
         return config
 
     def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:  # noqa: ARG002
-        """Yield key, reason and hint of each choice that means something else under the name that it was given by.
+        """Yield (key, reason, hint) for each choice given by a name that means something different where it comes from.
 
-        `names` has the name under which each choice was made.
+        `names` maps each key to the name that the user gave.
         """
         yield from ()
 
@@ -82,7 +82,7 @@ class Config(Section):
     @classmethod
     @cache
     def names(cls) -> Mapping[str, str]:
-        """Return every name under which a choice may be given, the keys last -> the choice's key."""
+        """Map every accepted name of a choice to its key; keys override synonyms, which override borrowed names."""
         choices = cls.choices().items()
         others = {name: key for key, one in choices for name in one.borrowed}
         synonyms = {name: key for key, one in choices for name in one.synonyms}
@@ -90,7 +90,7 @@ class Config(Section):
 
     @classmethod
     def field_of(cls, name: str) -> str | None:
-        """Return the key of the choice that `name` stands for; None if there is none."""
+        """Return the key of the choice that `name` stands for; None if no choice has this name."""
         return cls.names().get(name)
 
     @classmethod
@@ -112,7 +112,7 @@ class Config(Section):
         return {key: self.get(key) for key in self.choices() if self.was_given(key)}
 
     def changed(self, **choices: Any) -> Self:
-        """Return a copy with other values for these keys, which are not checked."""
+        """Return a copy with new values for these keys, without checking them."""
         nested = self._nested(choices)
         for name, value in nested.items():
             if _section(type(self), name):
@@ -179,7 +179,7 @@ def _section(cls: type[Config], name: str) -> type[Section] | None:
 def _given(
     flags: Mapping[str, Any], toml: Path | None, classes: tuple[type[Config], ...]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield every given (name, value, its place in messages), the strongest source last."""
+    """Yield (name, value, origin for messages) of everything given, the source with the highest precedence last."""
     for name, value, table in _entries(classes, _from_toml(toml)):
         yield name, value, f"{name} in [{table}] of {toml}" if table else f"{name} in {toml}"
     _refuse_unknown_variables()
@@ -191,7 +191,7 @@ def _given(
 
 
 def _refuse_unknown_variables() -> None:
-    """Check that each `BRIDGE_` variable is a choice of some command: a typo would go unnoticed."""
+    """Check that each `BRIDGE_` variable is a choice of some command, because a typo would go unnoticed."""
     classes = tuple(Config.__subclasses__())
     known = {ENVIRONMENT_PREFIX + name.upper() for cls in classes for name in cls.names()} | NO_CHOICES
     for variable, value in os.environ.items():
@@ -207,13 +207,13 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint="--config takes a TOML file") from error
     except RecursionError as error:
-        raise UsageError(f"{path} is nested too deeply", hint="take out the brackets that no choice needs") from error
+        raise UsageError(f"{path} is nested too deeply", hint="remove the brackets that no choice needs") from error
     except ValueError as error:  # not TOML, not UTF-8, or an integer of too many digits
         raise UsageError(f"{path} is not valid TOML{reason_of(error)}", hint="fix the line that it names") from error
 
 
 def own_names(classes: Iterable[type[Config]]) -> dict[str, str]:
-    """Return every name under which a choice of `classes` may be given -> its name here."""
+    """Map every accepted name of a choice of `classes` to Bridge's own name for it."""
     names: dict[str, str] = {}
     for cls in classes:
         for name, key in cls.names().items():

@@ -5,13 +5,13 @@ the GPUs of a server are known, and before a server is started, where its own ch
 
 Rules that are elsewhere, because they need more than two choices:
 
-- A choice without the one that it depends on has no effect: its declaration (`only`), or an `if` of `TrainConfig`.
+- A choice that has no effect without another one: its declaration (`only`), or an `if` of `TrainConfig`.
 - Numbers that do not fit, such as a batch and its groups: `TrainConfig`, where both are computed.
 - What the model, the GPUs or the installed software allow: `bridge/processes/start_checks.py`,
-  `bridge/processes/vllm_flags.py` and `cli/bridge_cli/rank_gpus.py`, which read its config.json or ask the driver.
+  `bridge/processes/vllm_flags.py` and `cli/bridge_cli/rank_gpus.py`, which read config.json or query the driver.
 - What the running server allows: `bridge/modes`, `bridge/engine`, once they are attached to it.
 - vLLM's own flags, after `--`: the table in `bridge/processes/vllm_flags.py`.
-- What one command does not take, such as `--servers` of `bridge run`: the command.
+- What a single command does not take, such as `--servers` for `bridge run`: that command.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def is_(key: str, *values: Any) -> Setting:
 
 
 def is_not(key: str, *values: Any) -> Setting:
-    """Return the setting of a choice with any other value."""
+    """Return the setting of a choice with none of these values."""
     return Setting(key, lambda value: value not in values)
 
 
@@ -71,12 +71,12 @@ class Exclusion:
     reason: str
     """The error; `{first}` and `{second}` stand for the flags with their values."""
     hint: str
-    """What to do instead, with the same two names."""
+    """What to do instead; it may contain the same two placeholders."""
     only_if: tuple[Setting, ...] = ()
-    """What must hold besides."""
+    """Further settings that must hold for the row to apply."""
 
     def error(self, configs: tuple[Config, ...], more: dict[str, Any]) -> UsageError | None:
-        """Return the error if the configurations have both choices; None if not, or if one of them is unknown."""
+        """Return the error if both choices are made; None if they are not, or if one of them is unknown."""
         for key, matches in (self.first, self.second, *self.only_if):
             owner = _owner(key, configs)
             if key not in more and owner is None:
@@ -98,7 +98,7 @@ class Exclusion:
 def error(*configs: Config, **more: Any) -> UsageError | None:
     """Return the error for the first row that the configurations break; None if there is none.
 
-    `more` has the values, by key, of choices that no configuration has, or has otherwise.
+    `more` has values by key for choices that no configuration has, and overrides those that one has.
     """
     for row in EXCLUDED:
         if (broken := row.error(configs, more)) is not None:
@@ -139,7 +139,7 @@ ONE_OF_THEM = "leave out one of them"
 SHARDED = above("tensor_parallel_size", 1)
 """A server with its weights on several GPUs."""
 SERVERS = Setting("servers", bool)
-"""Servers by their addresses; a file of `bridge init` may have the default, which is none."""
+"""`--servers` with at least one server: a file from `bridge init` may set the default, which is empty."""
 TRAINED_IN_SERVER = on("trains_in_server")
 ADAPTED_EXPERTS = on("adapts_experts")
 BY_DISK = is_("lora_handover", "disk")
@@ -156,20 +156,20 @@ EXCLUDED: tuple[Exclusion, ...] = (
     Exclusion(
         above("context_parallel_size", 1),
         SHARDED,
-        "{first} trains on servers of one GPU each, found {second}",
+        "{first} trains on servers with one GPU each, found {second}",
         ONE_OF_THEM,
     ),
     Exclusion(
         is_("mode", "none"),
         SHARDED,
-        "{first}: each of several servers has one GPU, found {second}",
+        "{first}: with several servers, each must have one GPU, found {second}",
         "leave out {second}",
         only_if=(above("replicas", 1),),
     ),
     Exclusion(
         is_("mode", "lora_only"),
         SHARDED,
-        "{first}: each of several servers has one GPU, found {second}",
+        "{first}: with several servers, each must have one GPU, found {second}",
         "leave out {second}",
         only_if=(BY_DISK, above("replicas", 1)),
     ),
@@ -196,7 +196,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
     Exclusion(
         on("gradient_release"),
         SHARDED,
-        "{first} trains on servers of one GPU each, found {second}",
+        "{first} trains on servers with one GPU each, found {second}",
         "leave out {first} or {second}",
         only_if=(TRAINED_IN_SERVER,),
     ),
@@ -215,7 +215,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
         Exclusion(
             SERVERS,
             given(key),
-            f"{flag(key)} names one server, and --servers all of them",
+            f"{flag(key)} names one server, but --servers names all of them",
             f"leave {flag(key)} out",
         )
         for key in ("vllm_config_path", "vllm_port", "vllm_host")
@@ -223,15 +223,15 @@ EXCLUDED: tuple[Exclusion, ...] = (
     Exclusion(
         SERVERS,
         is_("mode", "none"),
-        "--servers: {second} restarts one server, and no other may depend on it",
-        "leave it out; --vllm-port names the server",
+        "--servers: {second} trains with a single server, which it restarts",
+        "leave it out; --vllm-port selects the server",
         only_if=(is_("reload", "restart"),),
     ),
     Exclusion(
         is_not("quantization", None),
         is_("mode", "none"),
         "{first} needs weights that are trained in vLLM's memory, or sent to it",
-        "leave it out, --mode shared_vllm, --reload transfer, or give it to vLLM itself, after --: -- {first}",
+        "leave it out, use --mode shared_vllm or --reload transfer, or pass it to vLLM itself, after --: -- {first}",
         only_if=(is_("reload", "restart"),),
     ),
     Exclusion(
@@ -243,7 +243,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
     Exclusion(
         is_("quantization", "fp8_per_channel"),
         SHARDED,
-        "{first} has scales that several GPUs share, found {second}",
+        "{first} uses scales that the server's GPUs would have to share, found {second}",
         "--quantization fp8_per_block",
         only_if=(is_not("reload", "transfer"),),
     ),
@@ -252,7 +252,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
         Exclusion(
             on("router_replay"),
             other,
-            "{first} needs --rollouts environment, and no --lora-handover disk: nothing else reports experts;"
+            "{first} needs --rollouts environment without --lora-handover disk, because nothing else reports experts;"
             " found {second}",
             ONE_OF_THEM,
         )
@@ -278,7 +278,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
     Exclusion(
         above("kl_coef", 0),
         is_("mode", "shared_vllm", "none"),
-        "{first} needs a frozen reference, and {second} overwrites the only copy of the model at the first step",
+        "{first} needs a frozen reference, but {second} overwrites the only copy of the model at the first step",
         "name one with --reference-model, or use --mode lora_only, whose base is the reference",
         only_if=(is_("reference_model", None),),
     ),
@@ -302,25 +302,25 @@ EXCLUDED: tuple[Exclusion, ...] = (
     Exclusion(
         above("lora_dropout", 0),
         below("top_entropy", 1),
-        "{first} cannot be combined with {second}, which takes another pass with other dropout masks",
+        "{first} cannot be combined with {second}, which takes another pass with different dropout masks",
         ONE_OF_THEM,
     ),
     Exclusion(
         above("lora_dropout", 0),
         ADAPTED_EXPERTS,
-        "{first}: neither PEFT nor vLLM has adapters of experts with dropout",
+        "{first}: neither PEFT nor vLLM supports dropout in adapters of experts",
         "leave out {first}, or experts in --lora-target-modules",
     ),
     Exclusion(
         Setting("lora_r", lambda rank: rank % 8 > 0),
         ADAPTED_EXPERTS,
-        "{first}: an adapter of experts has a rank that 8 divides, which grouped products need",
+        "{first}: the rank of an adapter of experts must be a multiple of 8, which grouped products need",
         "--lora-r 8 or a multiple of it, or leave experts out of --lora-target-modules",
     ),
     Exclusion(
         ADAPTED_EXPERTS,
         SHARDED,
-        "--lora-target-modules experts: with --lora-handover memory a server has one GPU, found {second}",
+        "--lora-target-modules experts: with --lora-handover memory each server must have one GPU, found {second}",
         "leave one of them out, or --lora-handover disk",
         only_if=(TRAINED_IN_SERVER,),
     ),

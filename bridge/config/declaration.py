@@ -17,16 +17,16 @@ HINTS: Mapping[str, str] = {
     for meaning, names in tomllib.loads(Path(__file__).with_name("borrowed.toml").read_text()).items()
     for name in names
 }
-"""Another system's name of something that is not the same here, or not there -> what to do."""
+"""Another system's name for something that differs or does not exist in Bridge -> what to do."""
 NEAR = 0.8
-"""Least similarity, from 0 to 1, at which a known name is suggested for a wrong one: below it, most are guesses."""
+"""Least similarity, from 0 to 1, at which a known name is suggested for a wrong one; lower ones are mostly guesses."""
 
 Only = tuple[str, tuple[str, ...]]
-"""A switch, and its values with which a choice has an effect."""
+"""The key of another choice, and the values of it with which a choice has an effect."""
 
 
 class Choice(NamedTuple):
-    """A choice's place in a configuration, and its declaration; its section declares the rest."""
+    """A choice's place in a configuration, and its declaration, to which its section adds defaults."""
 
     path: tuple[str, ...]
     """Section, if it is in one, and field."""
@@ -41,17 +41,17 @@ class Choice(NamedTuple):
     synonyms: tuple[str, ...] = ()
     """Its other names in the help text."""
     borrowed: tuple[str, ...] = ()
-    """TRL's and verl's names of exactly the same, which work as its own."""
+    """TRL's and verl's names for exactly the same thing, which work as well."""
     counts_updates: str = ""
-    """That of its borrowed names which counts optimizer steps, where this choice counts batches."""
+    """The borrowed name that counts optimizer steps, whereas this choice counts batches; empty: there is none."""
     identifies: bool = False
     """Whether `--resume` looks for a run with the same value."""
     is_path: bool = False
-    """Whether it is text that may begin with a path: a model's folder, a file of problems or of code."""
+    """Whether its text may begin with a path: to a model's folder, or to a file with problems or code."""
 
 
 def declare(default: Any = ..., **declared: Any) -> Any:
-    """Declare a field: `declared` has fields of `Choice`, and what pydantic's `Field` takes."""
+    """Declare a field; `declared` has fields of `Choice` and arguments of pydantic's `Field`."""
     about = {name: declared.pop(name) for name in Choice._fields if name in declared}
     return Field(default, json_schema_extra=about, **declared)
 
@@ -64,12 +64,12 @@ class Section(BaseModel):
     prefix: ClassVar[str] = ""
     """Prefix of the fields' keys: `alpha` of a section with the prefix `lora_` has the key `lora_alpha`."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Field -> its key, where the prefix does not give it."""
+    """Field -> its key, if the key is not the prefix and the field's name."""
     caller_reports: ClassVar[bool] = False
     """Whether the caller reports a wrong choice, with its origin: a flag, a file or a variable."""
     panel: ClassVar[str] = ""
     common: ClassVar[Mapping[str, Any]] = {}
-    """What the section declares for its fields."""
+    """Fields of `Choice` that the section declares for all its fields."""
 
     def __init_subclass__(cls, *, prefix: str = "", renamed: Mapping[str, str] | None = None, **common: Any) -> None:
         super().__init_subclass__()
@@ -81,11 +81,11 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _in_the_home_folder(cls, value: Any, info: ValidationInfo) -> Any:
-        """Replace a leading `~`: a shell does that for `--run-dir ~/x`, and not in TOML or `--run-dir=~/x`."""
+        """Expand a leading `~`: a shell does that for `--run-dir ~/x`, but not for `--run-dir=~/x` or in TOML."""
         is_path = isinstance(value, Path) or "is_path" in _about(cls.model_fields[str(info.field_name)])
         return type(value)(paths.expanded(value)) if is_path and str(value).startswith("~") else value
 
-    if not TYPE_CHECKING:  # or the types of the fields would be lost
+    if not TYPE_CHECKING:  # otherwise type checkers would lose the types of the fields
 
         def __init__(self, **choices):
             try:
@@ -95,7 +95,7 @@ class Section(BaseModel):
                     raise
                 raise _in_one_line(type(self), error.errors()[0]) from error
 
-        __init__.__pydantic_base_init__ = True  # sections inside a configuration are built without it
+        __init__.__pydantic_base_init__ = True  # pydantic builds the sections of a configuration without calling it
 
     @classmethod
     def key(cls, field: str) -> str:
@@ -104,7 +104,7 @@ class Section(BaseModel):
 
     @classmethod
     def declared(cls, *sections: str) -> dict[str, Choice]:
-        """Return the choices of this section by key, if it lies in `sections` of a configuration."""
+        """Return the choices of this section by key; `sections` is the section's path in a configuration."""
         return {
             cls.key(name): Choice((*sections, name), info, **{**cls.common, **_about(info)})
             for name, info in cls.model_fields.items()
@@ -117,9 +117,9 @@ def hint_for(name: str) -> str | None:
 
 
 def nearest(wrong: str, names: Mapping[str, str]) -> str | None:
-    """Return what stands for the known name that is most like `wrong`; None if none is.
+    """Return Bridge's name for the known name that is most similar to `wrong`; None if none is similar.
 
-    `names` has every known name, those of other systems included, and what stands for it here.
+    `names` maps every known name, including those of other systems, to Bridge's name.
     """
     near = difflib.get_close_matches(wrong, names, n=1, cutoff=NEAR)
     return names[near[0]] if near else None
@@ -130,7 +130,7 @@ def _about(info: FieldInfo) -> dict[str, Any]:
 
 
 def _in_one_line(cls: type[Section], fault: Any) -> UsageError:
-    """Return the error for a wrong choice of a program, such as `SamplingConfig(max_tokens=5)`."""
+    """Return a one-line error for a wrong choice in Python code, such as `SamplingConfig(max_tokens=5)`."""
     name = str(fault["loc"][0]) if fault["loc"] else ""
     known = list(cls.model_fields)
     if fault["type"] == "extra_forbidden":

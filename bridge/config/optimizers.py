@@ -1,4 +1,4 @@
-"""Every optimizer in one table: what it can, and the bytes that it takes beside each trained weight.
+"""Every optimizer in one table: what it supports, and the bytes that it takes per trained weight.
 
 The choices of `--optimizer`, the memory plan, and `bridge/optimizers/factory.py` read it. No torch is imported.
 """
@@ -11,7 +11,7 @@ OptimizerName = Literal["adamw", "adamw-8bit", "adamw-4bit"]
 SCALE_BYTES = 4
 """Size of a block's float32 scale."""
 BLOCK_OF_8_BIT, BLOCK_OF_4_BIT = 256, 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 REMAINDER_BYTES = 2
 """Size of the part of a float32 master that bf16 does not hold."""
 BF16_BYTES, FLOAT32_BYTES = 2, 4
@@ -22,11 +22,11 @@ class OptimizerSpec:
     """One value of `--optimizer`."""
 
     state_bytes: float
-    """Bytes of state per parameter, beside the remainder."""
+    """Bytes of state per parameter, in addition to the remainder."""
     can_offload: bool = False
-    """Whether `--offload-optimizer` moves its state to host memory; otherwise it stays beside the weights."""
+    """Whether `--offload-optimizer` can move its state to host memory, away from the weights' device."""
     has_master: bool = True
-    """Whether a bf16 weight has a remainder of a float32 master; otherwise it is rounded stochastically."""
+    """Whether it keeps the remainder of a float32 master for bf16 weights, instead of rounding them stochastically."""
 
 
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
@@ -39,10 +39,10 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BytesPerParameter:
-    """Bytes of one trained parameter beside its weight.
+    """Bytes per trained parameter in addition to its weight.
 
-    Left out is what does not grow with the number of parameters: rounding up to whole blocks, temporaries, the
-    offloaded optimizer's buffers, and the one gradient that exists at a time when gradients are released.
+    They leave out what does not grow with the number of parameters: rounding up to whole blocks, temporaries, the
+    offloaded optimizer's buffers, and the single gradient that exists at a time when gradients are released.
     """
 
     device: float

@@ -1,4 +1,4 @@
-"""Choices of what is sampled, and how: sections of every command that samples rollouts, and all of `bridge env`."""
+"""Choices of what is sampled and how: for every command that samples rollouts, and all choices of `bridge env`."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -12,7 +12,7 @@ from bridge.core import json_lines
 from bridge.core.address import Urls
 
 SIZE, THINKING = '{"size": 1000}', '{"enable_thinking": false}'
-"""Examples in messages."""
+"""Examples shown in error messages."""
 FROM_ENVIRONMENT: Only = ("rollouts", ("environment",))
 ATROPOS = "Atropos"
 EVALUATION = "Evaluation and saving"
@@ -20,16 +20,16 @@ EVALUATION = "Evaluation and saving"
 DEFAULT_NEW_TOKENS = 256
 """Default length of the longest completion, if the server's sequences are long enough."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
-"""vLLM samples at 0.01 where less than that is requested, and refuses a request for more than 2."""
+"""vLLM raises lower temperatures to 0.01, and refuses requests above 2."""
 TIMED_TOKENS = 4_096
-"""Tokens of a completion for which `--request-timeout-s` is the limit."""
+"""Length of a completion, in tokens, up to which `--request-timeout-s` is the time limit; longer ones get more."""
 
 
 SET_BY_BRIDGE = {
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
-"""Arguments of transformers' `apply_chat_template` that decide what a prompt is, and not how its template is filled."""
+"""Arguments of transformers' `apply_chat_template` that only Bridge sets: they decide what a prompt is made of."""
 
 
 def _from_json(given: Any) -> Any:
@@ -57,7 +57,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 def _json_object(example: str, *, reserved: Collection[str] = (), optional: bool = False) -> BeforeValidator:
-    """Take a JSON object, as text or as it is, without the keys that are `reserved`."""
+    """Return a validator that takes a JSON object, as text or already parsed, without the `reserved` keys."""
 
     def parse(given: Any) -> dict[str, Any] | None:
         parsed = _from_json(given)
@@ -108,7 +108,7 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     """Time limit for scoring one completion, in seconds."""
     reward_processes: int | None = Field(default=None, ge=0)
     """Worker processes for scoring; 0 scores in the trainer without a time limit (default: one per core, at most 4).
-    With tools or an agent, completions that run at once (default: 8 per core)."""
+    With tools or an agent, the number of concurrent completions (default: 8 per core)."""
     worker_env: Names = ()
     """Variables with secrets that rewards, tools and agents may read, such as `OPENAI_API_KEY`, separated by commas
     (default: none whose name suggests a secret)."""
@@ -128,18 +128,18 @@ class SamplingConfig(Section, panel="Batch and sampling"):
     top_k: int = declare(0, ge=0, only=FROM_ENVIRONMENT)
     """Sample from this many of the likeliest tokens, and train on their distribution (default: from all)."""
     top_p: float = declare(1.0, gt=0, le=1, only=FROM_ENVIRONMENT)
-    """Sample from the fewest of the likeliest tokens that have this probability together (default: from all)."""
+    """Sample from the fewest likeliest tokens whose probabilities add up to this (default: from all)."""
     min_p: float = declare(0.0, ge=0, lt=1, only=FROM_ENVIRONMENT)
     """Sample only from tokens at least this fraction as likely as the likeliest one (default: from all)."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """End a completion after this text, which stays part of it, or after any in a JSON list (default: none)."""
     request_timeout_s: float = declare(600.0, gt=0, panel="Server", position=2)
-    """Time limit for one request, in seconds, and as much for each 4,096 tokens of a longer completion; it is then
-    retried on another server, if there is one."""
+    """Time limit for one request, in seconds, and as much for each 4,096 tokens of a longer completion; the request is
+    then retried, on a different server if there is one."""
     max_retries: int = declare(4, ge=0, panel="Server", position=2)
     """Retries of a request that failed on the server's side, with growing pauses."""
     max_concurrency: int = declare(256, ge=1, panel="Server", position=2, only=FROM_ENVIRONMENT)
-    """Requests in flight at once."""
+    """Maximum number of requests in flight."""
 
     @property
     def longest(self) -> int:
@@ -148,7 +148,7 @@ class SamplingConfig(Section, panel="Batch and sampling"):
 
     @property
     def answer_limit_s(self) -> float:
-        """Return the time limit of a completion in seconds, which grows with its longest length."""
+        """Return the time limit of a completion in seconds, which grows with `longest`."""
         return self.request_timeout_s * max(1.0, self.longest / TIMED_TOKENS)
 
 
@@ -210,7 +210,7 @@ class FeedConfig(Config):
         for key in ("top_k", "top_p", "min_p"):
             if self.get(key) != self.default(key):
                 raise ValueError(
-                    f"{flag(key)} {self.get(key):g} cannot be trained on: the Atropos API has no field for what is"
-                    " kept of the vocabulary; leave it out"
+                    f"{flag(key)} {self.get(key):g} cannot be trained on: the Atropos API has no field for the"
+                    " part of the vocabulary that is kept; leave it out"
                 )
         return self

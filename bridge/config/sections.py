@@ -43,7 +43,7 @@ class ServeConfig(Config):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = declare("auto", panel=MEMORY)
     """Data type of the weights; `auto` takes the model configuration's."""
     quantization: Quantization | None = declare(None, panel=MEMORY)
-    """Sample with FP8 weights, which are made of the trained ones at every update. They take half as much memory again;
+    """Sample with FP8 weights, quantized from the trained ones at every update. They take half as much memory again;
     with --reload transfer they replace the server's (default: sample with the trained weights themselves)."""
     tensor_parallel_size: int = declare(
         1, ge=1, panel=MEMORY, borrowed=("vllm_tensor_parallel_size", "tensor_model_parallel_size")
@@ -54,7 +54,7 @@ class ServeConfig(Config):
     lora_experts: bool = declare(False, panel="Mode lora_only", position=1)
     """Accept adapters of routed experts, too: their slots take memory, and time at every token (GPU only)."""
     allow_vllm_flags: str = declare("", panel="Server")
-    """Flags of vLLM to pass on though they are not known to be harmless, such as `new-flag,another` (default: none)."""
+    """vLLM flags to pass on although they are not known to be harmless, such as `new-flag,another` (default: none)."""
     vllm_config_path: Path | None = declare(None, panel="Server")
     """Where to write the manifest, a file or a folder (default: $LOGDIR, else the current folder)."""
 
@@ -119,12 +119,12 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss is a function in a file of the user's."""
+        """Whether the loss is a function in the user's own file."""
         return self.name not in LOSS_NAMES
 
 
 class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", "offload": "offload_optimizer"}):
-    """The optimizer and the updates that it takes on each batch."""
+    """The optimizer, and the updates that it makes on each batch."""
 
     name: OptimizerName = declare("adamw", position=1)
     """AdamW with moments in float32, 8 or 4 bits; all but the last keep an exact float32 master."""
@@ -168,14 +168,14 @@ class ComputeConfig(Section, panel=MEMORY):
     micro_batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens per forward and backward pass (default: as many as fit in free memory)."""
     gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass (default: only when too few tokens fit without)."""
+    """Recompute activations in the backward pass (default: only when too few tokens fit without it)."""
     activation_offload: bool | None = None
     """Keep what recomputed layers need in host memory (GPU only; default: when a sequence does not fit otherwise)."""
     compile_layers: bool | None = None
     """Compile the model's layers, which takes about a minute on a new host (default: on a GPU)."""
     attention: Literal["auto", "flash", "cudnn"] = "auto"
-    """Kernel of attention on a GPU: FlashAttention 2, or cuDNN for long sequences (default: cuDNN if its results are
-    right)."""
+    """Attention kernel on a GPU: FlashAttention 2, or cuDNN for long sequences (default: cuDNN if its results are
+    correct)."""
     router_replay: bool | None = declare(None, only=("mode", ("shared_vllm", "lora_only")))
     """Compute with the experts that the server chose for each token (default: in a mixture of experts whose server
     reports them)."""
@@ -212,7 +212,7 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
 
     @property
     def names(self) -> list[str]:
-        """Return the modules that get an adapter, one by one."""
+        """Return the modules that get an adapter as a list."""
         return [name.strip() for name in self.target_modules.split(",")]
 
     @property
@@ -245,8 +245,8 @@ class PublishingConfig(
     restart_interval: int = Field(default=1, ge=1)
     """Steps between two reloads of the server."""
     reload: Literal["restart", "in-place", "transfer"] = "restart"
-    """How the server gets new weights: it loads a checkpoint by a restart, or in place if it shares its weights;
-    servers on other GPUs receive them by vLLM's weight transfer."""
+    """How the server gets new weights: it loads a checkpoint, by a restart, or in place if it shares its weights;
+    servers on other GPUs receive the weights through vLLM's weight transfer."""
     start_command: str | None = None
     """Command that starts the server, with `{model}` for the model's folder; Bridge starts, restarts and stops it."""
 
@@ -265,7 +265,7 @@ class ServerConfig(Section, panel="Server", prefix="vllm_", renamed={"servers": 
     the one of the manifest); with --reload transfer, one trainer sends its weights to all of them."""
 
     def url(self, exported: str | None = None) -> str:
-        """Return the server's URL: the manifest's, with the parts that were chosen replaced."""
+        """Return the server's URL: the manifest's, with the host and port that the user chose."""
         scheme, _, address = (exported or f"http://{self.host}:{DEFAULT_PORT}").partition("://")
         if self.port is None and "host" not in self.model_fields_set:
             return f"{scheme}://{address}"
@@ -283,7 +283,7 @@ class CheckpointConfig(Section, panel=EVALUATION, position=2):
     keep_last: int = declare(0, ge=0, borrowed=("save_total_limit",))
     """Keep only the newest N checkpoints of this run (default: all)."""
     save_optimizer: bool = True
-    """Save what a run needs to resume with each checkpoint: 10 bytes per trained parameter with `adamw`."""
+    """Save with each checkpoint what a run needs to resume: 10 bytes per trained parameter with `adamw`."""
 
 
 class EvaluationConfig(Section, panel=EVALUATION, prefix="eval_"):
@@ -302,12 +302,12 @@ class EvaluationConfig(Section, panel=EVALUATION, prefix="eval_"):
     @classmethod
     def _is_sampled_at(cls, temperature: float | None) -> float | None:
         if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"must be 0, or at least {LEAST_TEMPERATURE}, at which vLLM samples instead")
+            raise ValueError(f"must be 0, or at least {LEAST_TEMPERATURE}, to which vLLM raises it")
         return temperature
 
 
 class TrackingConfig(Section, panel=EVALUATION, position=4):
-    """What is recorded of a run."""
+    """What is recorded about a run."""
 
     save_rollouts: bool = True
     """Write every completion, its turns and its rewards to `rollouts.jsonl` in the run directory."""

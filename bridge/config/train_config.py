@@ -46,20 +46,21 @@ class TrainConfig(Config):
     )
     """Steps to train: one batch and one published version each."""
     gpus: int = declare(1, ge=1, panel=SEVERAL)
-    """GPUs of this host to train on, with a replica of the model and a server on each, or on each
-    --tensor-parallel-size of them; on a CPU, servers."""
+    """GPUs of this host to train on, with a replica of the model and a server on each GPU, or on each group of
+    --tensor-parallel-size GPUs; on a CPU, the number of servers."""
     context_parallel_size: int = declare(1, ge=1, panel=SEVERAL)
-    """Replicas that compute each training pass together, for long sequences: each has a slice of its tokens. --gpus is
-    a multiple of it."""
+    """Replicas that compute each training pass together, for long sequences: each has a slice of the tokens. --gpus
+    must be a multiple of it."""
     hosts: int = declare(1, ge=1, panel=SEVERAL)
     """Hosts to train on, with --gpus on each; the same command is started on every one of them."""
     rendezvous: str | None = declare(None, panel=SEVERAL)
     """Where the hosts meet, HOST:PORT: an address of one of them, which runs the first rank, and a free port there."""
     restarts: int = declare(0, ge=0, panel=SEVERAL)
     """When a rank or a host is lost, resume from the newest checkpoint up to this many times; the remaining hosts wait
-    for the lost one to be started again."""
+    until the lost one is restarted."""
     stop_at: str | None = declare(None, panel=EVALUATION, position=-1)
-    """End the run early, once a metric of a step or an evaluation is as given: `eval_reward_mean>=0.9`, `kl>=0.5`."""
+    """End the run early, once a metric of a step or an evaluation meets a condition: `eval_reward_mean>=0.9`,
+    `kl>=0.5`."""
     seed: int = declare(0, ge=0, panel=SamplingConfig.panel, position=1)
     """Seed for the order of the problems and for sampling."""
     resume: bool = declare(False, panel=EVALUATION, position=3)
@@ -105,12 +106,12 @@ class TrainConfig(Config):
 
     @property
     def trains_in_server(self) -> bool:
-        """Return whether what is trained lies in the server's memory, in as many parts as its weights."""
+        """Return whether the trained weights lie in the server's memory, sharded as the server's weights are."""
         return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
 
     @property
     def adapts_experts(self) -> bool:
-        """Return whether the adapter of mode `lora_only` is one of routed experts, too."""
+        """Return whether the adapter of mode `lora_only` also adapts routed experts."""
         return self.mode == "lora_only" and self.lora.has_experts
 
     @property
@@ -120,24 +121,24 @@ class TrainConfig(Config):
 
     @property
     def learning_rate(self) -> float:
-        """Return the chosen learning rate, or the default of what is trained."""
+        """Return the chosen learning rate, or the default for an adapter or for all weights."""
         if self.optimizer.lr is not None:
             return self.optimizer.lr
         return ADAPTER_RATE if self.mode == "lora_only" else FULL_RATE
 
     def settled(self) -> Self:
-        """Return these choices with the defaults that depend on others."""
+        """Return these choices, with the defaults that depend on other choices filled in."""
         return self.changed(lr=self.learning_rate, max_new_tokens=self.sampling.longest)
 
     def flat(self) -> dict[str, Any]:
-        """Return all choices by key, as JSON holds them, those that depend on others included."""
+        """Return all choices by key as JSON values, with the defaults that depend on other choices filled in."""
         return flattened(type(self), self.settled().model_dump(mode="json"))
 
     def tp_size(self, server_gpus: int) -> int:
-        """Return the number of ranks that train on one server: one per GPU of it, if its memory is trained.
+        """Return the number of ranks that train on one server: one per GPU if they train in its memory, otherwise one.
 
         Raises:
-            UsageError: what is trained cannot be cut into parts.
+            UsageError: the trained weights cannot be sharded.
         """
         combinations.refuse(self, tensor_parallel_size=server_gpus)
         return server_gpus if self.trains_in_server else 1
@@ -146,8 +147,8 @@ class TrainConfig(Config):
         """Return the number of replicas on each host, of `tp_size` GPUs each.
 
         Raises:
-            UsageError: their GPUs are not those of `--gpus`, or they do not divide a batch, or into groups that compute
-                passes together.
+            UsageError: `--gpus` is not a multiple of `tp_size`, or the replicas do not divide into context-parallel
+                groups, or a batch does not divide evenly among them.
         """
         if self.gpus % tp_size and self.gpus > 1:
             raise UsageError(
@@ -158,7 +159,7 @@ class TrainConfig(Config):
         if count % self.context_parallel_size:
             raise UsageError(
                 f"--context-parallel-size {self.context_parallel_size} does not divide the {count} replicas of a host",
-                hint=f"a multiple of {self.context_parallel_size}: --gpus, or --servers of bridge train",
+                hint=f"use a multiple of {self.context_parallel_size} as --gpus, or as many --servers for bridge train",
             )
         group_size = self.sampling.group_size
         size = count * self.hosts
@@ -193,7 +194,7 @@ class TrainConfig(Config):
         return self
 
     def _check_that_choices_have_an_effect(self) -> None:
-        """Refuse a choice without the one that it depends on."""
+        """Refuse a choice that has no effect without another one."""
         for key, choice in self.choices().items():
             if choice.only is None or self.get(key) == self.default(key):
                 continue
@@ -227,7 +228,7 @@ class TrainConfig(Config):
             )
 
     def _check_batch(self) -> None:
-        """Check that a batch has whole groups and mini-batches, and what is counted in it."""
+        """Check that a batch divides into groups and mini-batches, and that the choices that depend on its size fit."""
         batch_size = self.rollouts.batch_size
         group_size = self.sampling.group_size
         if batch_size % group_size:

@@ -8,7 +8,9 @@ from bridge.errors import UsageError
 
 LORA = {"mode": "lora_only"}
 BY_DISK = {**LORA, "lora_handover": "disk"}
-REPLAY = "--router-replay needs --rollouts environment, and no --lora-handover disk: nothing else reports experts"
+REPLAY = (
+    "--router-replay needs --rollouts environment without --lora-handover disk, because nothing else reports experts"
+)
 TRANSFER = {"mode": "none", "reload": "transfer", "trainer_device": "cuda"}
 RELEASED = {"offload_optimizer": True, "gradient_release": True}
 EXPERTS = {**LORA, "lora_target_modules": "q_proj, experts"}
@@ -23,17 +25,17 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"gpus": 2},
         {"context_parallel_size": 2, "tensor_parallel_size": 2},
-        "--context-parallel-size 2 trains on servers of one GPU each, found --tensor-parallel-size 2",
+        "--context-parallel-size 2 trains on servers with one GPU each, found --tensor-parallel-size 2",
     ),
     (
         {"gpus": 2},
         {"mode": "none", "tensor_parallel_size": 2},
-        "--mode none: each of several servers has one GPU, found",
+        "--mode none: with several servers, each must have one GPU, found",
     ),
     (
         {"hosts": 2, "lora_handover": "disk"},
         {"mode": "lora_only", "tensor_parallel_size": 2},
-        "--mode lora_only: each of",
+        "--mode lora_only: with several",
     ),
     (LORA, {"trainer_device": "cuda:1", "gpus": 2}, "--trainer-device cuda:1 trains on one GPU, found --gpus 2"),
     (LORA, {"trainer_device": "cuda:1", "hosts": 2}, "--trainer-device cuda:1 trains on one GPU, found --hosts 2"),
@@ -45,14 +47,22 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {**RELEASED, "tensor_parallel_size": 2},
         "--offload-optimizer with --gradient-release trains on one GPU, found",
     ),
-    ({}, {"gradient_release": True, "tensor_parallel_size": 2}, "--gradient-release trains on servers of one GPU each"),
+    (
+        {},
+        {"gradient_release": True, "tensor_parallel_size": 2},
+        "--gradient-release trains on servers with one GPU each",
+    ),
     ({"mode": "none"}, {"reload": "transfer", "gpus": 2}, "--reload transfer sends from one trainer, found --gpus 2"),
     ({"mode": "none"}, {"reload": "transfer", "hosts": 2}, "--reload transfer sends from one trainer, found --hosts 2"),
     ({}, {"ray": True, "rendezvous": "a:1"}, "--rendezvous a:1: --ray chooses the hosts"),
-    ({}, {"servers": "9001", "vllm_config_path": Path("m")}, "--vllm-config-path names one server, and --servers all"),
-    ({}, {"servers": "9001", "vllm_port": 9001}, "--vllm-port names one server, and --servers all of them"),
-    ({}, {"servers": "9001", "vllm_host": "127.0.0.1"}, "--vllm-host names one server, and --servers all of them"),
-    ({}, {"servers": "9001", "mode": "none"}, "--servers: --mode none restarts one server, and no other may depend"),
+    (
+        {},
+        {"servers": "9001", "vllm_config_path": Path("m")},
+        "--vllm-config-path names one server, but --servers names all",
+    ),
+    ({}, {"servers": "9001", "vllm_port": 9001}, "--vllm-port names one server, but --servers names all"),
+    ({}, {"servers": "9001", "vllm_host": "127.0.0.1"}, "--vllm-host names one server, but --servers names all"),
+    ({}, {"servers": "9001", "mode": "none"}, "--servers: --mode none trains with a single server"),
     (
         {},
         {"quantization": "fp8_per_block", "mode": "none"},
@@ -66,7 +76,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"quantization": "fp8_per_channel", "tensor_parallel_size": 2},
-        "--quantization fp8_per_channel has scales that several GPUs share, found --tensor-parallel-size 2",
+        "--quantization fp8_per_channel uses scales that the server's GPUs would have to share",
     ),
     ({}, {"router_replay": True, "rollouts": "atropos"}, f"{REPLAY}; found --rollouts atropos"),
     (LORA, {"router_replay": True, "lora_handover": "disk"}, f"{REPLAY}; found --lora-handover disk"),
@@ -89,7 +99,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"kl_coef": 0.1, "mode": "none"},
-        "--kl-coef 0.1 needs a frozen reference, and --mode none overwrites",
+        "--kl-coef 0.1 needs a frozen reference, but --mode none overwrites",
     ),
     (
         {},
@@ -107,16 +117,16 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "--lora-dropout 0.1 needs one update per batch, found --passes",
     ),
     (LORA, {"lora_dropout": 0.1, "top_entropy": 0.2}, "--lora-dropout 0.1 cannot be combined with --top-entropy 0.2"),
-    (LORA, {"lora_dropout": 0.1, "lora_target_modules": "experts"}, "--lora-dropout 0.1: neither PEFT nor vLLM has"),
+    (LORA, {"lora_dropout": 0.1, "lora_target_modules": "experts"}, "--lora-dropout 0.1: neither PEFT nor vLLM"),
     (
         LORA,
         {"lora_r": 4, "lora_target_modules": "experts"},
-        "--lora-r 4: an adapter of experts has a rank that 8 divides",
+        "--lora-r 4: the rank of an adapter of experts must be a multiple of 8",
     ),
     (
         EXPERTS,
         {"tensor_parallel_size": 2},
-        "--lora-target-modules experts: with --lora-handover memory a server has one",
+        "--lora-target-modules experts: with --lora-handover memory each server must have one",
     ),
     (
         {},
@@ -153,7 +163,9 @@ def test_excluded_choices_are_refused(needed: dict[str, Any], choices: dict[str,
 
 
 @pytest.mark.parametrize(("needed", "choices", "message"), TABLE, ids=[message[:50] for *_, message in TABLE])
-def test_each_excluded_choice_alone_is_accepted(needed: dict[str, Any], choices: dict[str, Any], message: str) -> None:
+def test_each_excluded_choice_is_accepted_by_itself(
+    needed: dict[str, Any], choices: dict[str, Any], message: str
+) -> None:
     for left_out in choices:
         kept = {key: value for key, value in choices.items() if key != left_out}
         error = refused({**needed, **kept})

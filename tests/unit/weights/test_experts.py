@@ -185,7 +185,7 @@ def test_experts_without_weights_beside_others_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "reason"), [({"lora_dropout": 0.1}, "with dropout"), ({"lora_r": 4}, "a rank that 8 divides")]
+    ("choices", "reason"), [({"lora_dropout": 0.1}, "supports dropout"), ({"lora_r": 4}, "must be a multiple of 8")]
 )
 def test_lora_options_unsupported_for_experts_are_refused(choices: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
