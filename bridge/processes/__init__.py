@@ -1,4 +1,4 @@
-"""Start the stock vLLM with our plugins, watch it, restart it, and stop it with everything that it started.
+"""Start stock vLLM with Bridge's plugins, watch it, restart it, and stop it with everything that it started.
 
 `start_checks` refuses what cannot work, `server_command` derives the command line (`vllm_flags`, `accelerator`),
 `server_process` runs it (`children`, `leash`), and reads from its log why it ended (`server_log`).
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 logger = logging.getLogger(__name__)
 
 Waiting = Callable[[str], contextlib.AbstractContextManager[Callable[[str], None]]]
-"""Shows for the duration of a block what is being waited for; the yielded function updates a detail."""
+"""Shows during a block what Bridge is waiting for; the yielded function updates a detail."""
 
 
 @contextlib.contextmanager
 def logged_wait(what: str) -> Iterator[Callable[[str], None]]:
-    """Log what is being waited for, without details."""
+    """Log what Bridge is waiting for, without details."""
     logger.info(f"{what} ...")
     yield lambda _: None

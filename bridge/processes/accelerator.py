@@ -1,4 +1,4 @@
-"""The device of vLLM, and the share of a GPU that leaves room for training; neither torch nor vLLM is imported.
+"""Choose vLLM's device, and a share of the GPU that leaves room for training, without importing torch or vLLM.
 
 Not covered: whether the GPU fits the installed vLLM (`bridge doctor`), the arithmetic (`bridge/planning/memory.py`).
 Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`, `cuDeviceGetAttribute`),
@@ -42,7 +42,7 @@ def choose(requested: DeviceChoice) -> tuple[Device, str]:
         raise IncompatibleVersionError(f"--device cpu, but {package} is built for GPUs", hint=INSTALL["cpu"])
     if built_for == "cuda" and not gpus:
         hint = f"nvidia-smi; or {INSTALL['cpu']}"
-        raise IncompatibleVersionError(f"{package} is built for GPUs, and the driver shows none", hint=hint)
+        raise IncompatibleVersionError(f"{package} is built for GPUs, but the driver shows none", hint=hint)
     many = "s" if len(gpus) > 1 else ""
     where = f"{len(gpus)} GPU{many} of {gpus[0] / 2**30:.0f} GiB" if built_for == "cuda" else "on the CPU"
     return built_for, f"{package}, {where}"
@@ -68,7 +68,7 @@ def gpu_memory_bytes() -> list[int]:
 
 
 def capability() -> tuple[int, int] | None:
-    """Return the least compute capability of the visible GPUs; None without a GPU or driver."""
+    """Return the lowest compute capability of the visible GPUs; None without a GPU or driver."""
     capabilities = list[tuple[int, int]]()
     for index in range(len(gpu_memory_bytes())):
         driver = ctypes.CDLL("libcuda.so.1")
@@ -87,7 +87,7 @@ class MemoryShare(NamedTuple):
     share: float
     """Value of `--gpu-memory-utilization`."""
     reason: str
-    """Source of the value."""
+    """How the value was derived."""
 
 
 def derive(serve: ServeConfig, trainer: TrainConfig = FULL, *, gpu_bytes: int | None = None) -> MemoryShare:
@@ -101,9 +101,7 @@ def derive(serve: ServeConfig, trainer: TrainConfig = FULL, *, gpu_bytes: int | 
     try:
         size = ModelSize.of(serve.model).quantized(serve.quantization)
     except UsageError as error:
-        return MemoryShare(
-            UNKNOWN_SHARE, f"the size of {serve.model} is not known before it is loaded: {error.message}"
-        )
+        return MemoryShare(UNKNOWN_SHARE, f"the size of {serve.model} is unknown until it is loaded: {error.message}")
     if trainer.trains_in_server:
         trainer = trainer.changed(gpus=max(1, trainer.gpus // tensor_parallel_size))  # replicas
     need = Need.of(size, trainer, gpu_bytes=gpu_bytes, host_bytes=left_bytes(), num_ranks=tensor_parallel_size)
@@ -121,18 +119,18 @@ def derive(serve: ServeConfig, trainer: TrainConfig = FULL, *, gpu_bytes: int | 
         f"{size.num_params / 1e9:.2f}B parameters: of {need.gpu / GIB:.0f} GiB training needs {fixed / GIB:.0f}, "
         f"and at least {need.least_activations / GIB:.0f} for activations"
         + (", while the KV cache sleeps" if fitted.asleep else "")
-        + (f"; {fitted.lacking / GIB:.0f} GiB more than there is: see bridge plan" if fitted.lacking else "")
+        + (f"; {fitted.lacking / GIB:.0f} GiB more than available: see bridge plan" if fitted.lacking else "")
     )
     return MemoryShare(math.floor(100 * exactly) / 100, reason)
 
 
 def expected(config: ServeConfig) -> TrainConfig:
-    """Return the trainer for which a server started alone leaves room: of an adapter, or of all weights."""
+    """Return the trainer that a server started on its own leaves room for: of an adapter, or of all weights."""
     if config.max_lora_rank is None:
         return FULL
     if config.lora_experts and config.max_lora_rank % 8:
         raise UsageError(
-            f"--max-lora-rank {config.max_lora_rank}: adapters of routed experts have ranks that 8 divides",
+            f"--max-lora-rank {config.max_lora_rank}: the rank of adapters of routed experts must be a multiple of 8",
             hint=f"--max-lora-rank {math.ceil(config.max_lora_rank / 8) * 8}",
         )
     names = "all-linear,experts" if config.lora_experts else "all-linear"
@@ -140,17 +138,17 @@ def expected(config: ServeConfig) -> TrainConfig:
 
 
 def check_host(model_name: str, optimizer: OptimizerConfig, mode: str, lora: LoraConfig, *, hosts: int) -> None:
-    """Check that the state of an offloaded optimizer fits into what is left of this host's memory."""
+    """Check that the state of an offloaded optimizer fits into this host's free memory."""
     if not optimizer.offload:
         return
     try:
         size = ModelSize.of(model_name)
     except UsageError:
-        return  # nothing is known before it is loaded
+        return  # the size is unknown until the model is loaded
     needed = memory.host_state_bytes(size, optimizer, mode, lora, hosts=hosts)
     left = left_bytes()
     if needed > left:
         raise UsageError(
-            f"--offload-optimizer takes {needed / GIB:.1f} GiB of this host's memory, {left / GIB:.1f} GiB are left",
-            hint="--optimizer adamw-8bit or adamw-4bit without it, whose state on the GPU is small; see bridge plan",
+            f"--offload-optimizer takes {needed / GIB:.1f} GiB of host memory, but only {left / GIB:.1f} GiB are left",
+            hint="leave it out with --optimizer adamw-8bit or adamw-4bit, whose GPU state is small; see bridge plan",
         )

@@ -1,6 +1,6 @@
 """Start, watch and stop child processes; `leash.py` ends them if this process is killed.
 
-A process that was forked from this one stops none of them, even where it leaves the blocks of its parent.
+A process forked from this one never stops this process's children, even if it leaves a `with` block of its parent.
 
 Source: setsid(2): a session's id is not reused while one of its processes lives.
 """
@@ -24,7 +24,7 @@ POLL_S = 0.2
 TRACKER_S = 5.0
 """Time for a resource tracker to remove what its killed users left in /dev/shm: hundreds of MiB for vLLM."""
 LEASH = Path(__file__).with_name("leash.py")
-"""Execs the child's program: the pid and the start time stay the same."""
+"""Script that execs the child's program, so that the pid and the start time stay the same."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Child:
     """The pid of the process that started it."""
 
     def is_own(self) -> bool:
-        """Return whether this very process started it, and not one that this one was forked from."""
+        """Return whether this process itself started the child, rather than a process that it was forked from."""
         return self.starter == os.getpid()
 
     def is_alive(self) -> bool:
-        """Return whether it runs, without reaping it."""
+        """Return whether the child is running, without reaping it."""
         return self.identity.is_alive()
 
     def exit_code(self) -> int | None:
@@ -63,7 +63,7 @@ def start(
 ) -> Child:
     """Start `argv` (a full path first) in its own session, which ends with this process; append its output to `log`.
 
-    With `inherits` it gets these descriptors, and a pipe as its stdin.
+    With `inherits`, the child gets these descriptors, and a pipe as its stdin.
     """
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -102,7 +102,7 @@ def stop(*stopped: Child, grace_s: float = 15.0) -> None:
         tree.update(*map(_tree, stopped))
         for child in stopped:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet: the pid is its own
+                os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet, so the pid is not reused
         _wait(lambda: any(child.is_alive() for child in stopped), grace_s)
         _wait(lambda: _running(tree), grace_s / 3)
     finally:

@@ -1,10 +1,10 @@
-"""Become a program that does not outlive the process that started it; run by its path, with PARENT PROGRAM ARGS.
+"""Become a program that does not outlive the process that started it; run as a script with PARENT PROGRAM ARGS.
 
 A guard stays in the program's session. Once the parent has ended, it sends SIGTERM to the program, and SIGKILL to the
 whole session after GRACE_S: vLLM ignores SIGTERM while its engine starts, and its engine outlives a killed API server.
 
-Why not PR_SET_PDEATHSIG alone: a fork does not inherit it, so engines and workers would live on, and it fires when the
-*thread* that started the program ends, which may be short-lived. A pidfd stands for the whole process.
+PR_SET_PDEATHSIG is not enough: a fork does not inherit it, so engines and workers would live on, and it fires when the
+*thread* that started the program ends, which may be short-lived. A pidfd refers to the whole process.
 
 Source: prctl(2); pidfd_open(2); setsid(2); proc(5), fields 6, 50 and 51 of `/proc/PID/stat`.
 """
@@ -28,7 +28,7 @@ POLL_S = 0.2
 def become(parent: int, argv: list[str]) -> None:
     try:
         watched = [os.pidfd_open(parent), os.pidfd_open(os.getpid())]  # closed by the exec
-    except OSError:  # an old kernel, or a container that forbids it: a SIGTERM has to be enough
+    except OSError:  # an old kernel, or a container that forbids pidfds: a SIGTERM has to be enough
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     else:
         _leave_guard(watched)
@@ -46,9 +46,9 @@ def _leave_guard(watched: list[int]) -> None:
 
 
 def _guard(watched: list[int], session: int) -> None:
-    """Wait until the session is empty; once the parent has ended, end what is left of it."""
+    """Wait until the session is empty; once the parent has ended, end the rest of the session."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the program's: a whole process group may get them
+        signal.signal(number, signal.SIG_IGN)  # meant for the program, but the whole process group may get them
     _forget_environment()
     _ended(watched, None)
     deadline = math.inf

@@ -1,6 +1,6 @@
-"""A process that imports vLLM while its command is not known yet: the trainer imports and checks at the same time.
+"""Import vLLM in a process whose command is not known yet, while the trainer imports and checks.
 
-Where files are slow, each of the two takes half a minute, which they would otherwise take one after the other.
+On a slow file system each of the two takes half a minute; otherwise one would wait for the other.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from bridge.processes.server_command import PYTHON, plugin_module
 
 
 class Preloaded:
-    """A process that becomes one server; the next one is started as usual."""
+    """A process that becomes one server; later servers are started as usual."""
 
     def __init__(self, child: Child | None, command: int = -1) -> None:
         self._child = child
         self._command = command
-        """A file in memory for the command. It takes any length at once; a pipe takes 64 KiB, and then blocks for as
-        long as the process imports."""
+        """An in-memory file for the command, which may have any length; a pipe would block after 64 KiB until the
+        process has imported vLLM."""
 
     def become(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | None:
-        """Let the process run a command of this Python's (`-m module`), and return it; None: start another process."""
+        """Make the process run a `-m module` command of this Python, and return it; None: start a new process."""
         child, self._child = self._child, None
         if child is None:
             return None
@@ -35,13 +35,13 @@ class Preloaded:
         if tuple(argv[:3]) == (*PYTHON, "-m") and child.process.stdin is not None and child.is_alive():
             with os.fdopen(self._command, "wb") as file:
                 file.write(json.dumps(command).encode())
-            child.process.stdin.close()  # it reads the command now
+            child.process.stdin.close()  # now the process reads the command
             return replace(child, log=log)
         children.stop(child, grace_s=0)
         return None
 
     def close(self) -> None:
-        """End the process if it became no server."""
+        """End the process if it has not become a server."""
         if self._child is not None:
             gc.enable()
             children.stop(self._child, grace_s=0)
@@ -49,10 +49,10 @@ class Preloaded:
 
 @contextlib.contextmanager
 def preloading() -> Iterator[Preloaded]:
-    """Begin to import vLLM, if Bridge is installed where vLLM finds it.
+    """Start importing vLLM, if Bridge is installed where vLLM finds it.
 
-    If it does, garbage is not collected until the server starts: this process imports and parses until then, and little
-    of that is garbage.
+    This process then collects no garbage until the server starts: until then it imports and parses, which leaves little
+    garbage.
     """
     module = plugin_module("preload")
     preloaded = Preloaded(None)

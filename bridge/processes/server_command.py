@@ -1,4 +1,4 @@
-"""How a server is started: the stock vLLM, from a `ServeConfig`, or any server of `--start-command`.
+"""Derive the command that starts a server: stock vLLM from a `ServeConfig`, or any server from `--start-command`.
 
 Not covered: vLLM's flags that Bridge adds or refuses (`vllm_flags.py`), checks before the start (`start_checks.py`).
 """
@@ -29,46 +29,46 @@ from bridge.server import discovery, manifest
 logger = logging.getLogger(__name__)
 
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
-"""Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
-would not follow a step."""
+"""Computes latent attention in its plain form, unless the caller sets it: the absorbed form derives weights from
+kv_b_proj, which an optimizer step would not update."""
 PYTHON = (sys.executable, "-P")
-"""Python without the current folder on its path, as in `vllm serve`: a user's module `bridge` would replace ours."""
+"""Python without the current folder on its path, as in `vllm serve`: a user's module `bridge` would shadow Bridge."""
 PLUGINS = ("bridge", "bridge_routes")
-"""Names of our entry points; the package of the first one knows which versions of vLLM it supports."""
+"""Names of Bridge's entry points; the package of the first one knows which versions of vLLM it supports."""
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
-"""Modules that serve, the newest first: vLLM 0.32 has both, and calls the second deprecated."""
+"""Server modules, newest first: vLLM 0.32 has both, and has deprecated the second."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
-"""vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which our routes require."""
+"""vLLM's plugin groups that are loaded unless VLLM_PLUGINS is set; Bridge's routes require it to be set."""
 UNQUANTIZED = ("--quantization-config", r'{"ignore": ["re:.*\\.(gate|in_proj_(ba|b|a))$"]}')
-"""Keeps routers of experts and the gates of linear attention as they are, as published FP8 checkpoints do. vLLM
-quantizes the router of Qwen3-MoE, and CUTLASS's kernel for blocks fails on layers of few rows: 16 must divide them."""
-LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
+"""Leaves expert routers and the gates of linear attention unquantized, as published FP8 checkpoints do. vLLM would
+quantize Qwen3-MoE's router, and CUTLASS's block kernel fails unless 16 divides the number of a layer's rows."""
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where to reach a server that listens everywhere
 ShareOf = Callable[[ServeConfig], accelerator.MemoryShare]
-"""Derives vLLM's share of a GPU from the choices of a server."""
+"""Derives vLLM's share of a GPU from a server's choices."""
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-    """The stock `vllm serve`, run by this Python, with or without our patches."""
+    """Stock `vllm serve`, run by this Python, with or without Bridge's patches."""
 
     argv: tuple[str, ...]
     """The program's full path and its arguments."""
     environment: dict[str, str]
     """The whole environment of the process."""
     model: str
-    """The model that it begins with."""
+    """The model that the server starts with."""
     host: str
     port: int
     manifest: Path
     """Absolute path of the manifest that a server with shared weights writes."""
     shares_weights: bool = True
-    """Whether it runs with our patches; the stock vLLM writes no manifest."""
+    """Whether it runs with Bridge's patches; stock vLLM writes no manifest."""
     routes: tuple[str, ...] = ("/health",)
-    """Any of them answers 200 once it serves."""
+    """Health routes: any of them answers 200 once the server is ready."""
     notes: tuple[str, ...] = ()
-    """What was derived and why, a line each."""
+    """Derived values and the reasons for them, one line each."""
 
     @classmethod
     def of(
@@ -106,7 +106,7 @@ class ServerCommand:
 
     @property
     def client_host(self) -> str:
-        """The address at which the server answers."""
+        """The address at which clients reach the server."""
         return LOOPBACKS.get(self.host, self.host)
 
     @property
@@ -117,11 +117,11 @@ class ServerCommand:
 
     @property
     def awaited_manifest(self) -> Path | None:
-        """The manifest that exists once the server can be attached to; None: it writes none."""
+        """The manifest that exists once the server can be attached to; None: the server writes none."""
         return self.manifest if self.shares_weights else None
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with the weights of `model`, served under the first model's name; None: of that."""
+        """Return the arguments that serve `model` under the name of the first model; None: serve the first model."""
         if model is None:
             return self.argv
         index = self.argv.index(readable(self.model))  # a name that the user gave comes later, and wins
@@ -135,7 +135,7 @@ class StartCommand(ServerCommand):
     manifest: Path = Path(os.devnull)
     shares_weights: bool = False
     routes: tuple[str, ...] = ("/health", "/v1/models")
-    """The first one is vLLM's; any server has the second."""
+    """vLLM's own health route, and one that every OpenAI-compatible server has."""
 
     @classmethod
     def parse(cls, given: str, url: str, model: str, outer: Mapping[str, str] = os.environ) -> "StartCommand":
@@ -168,15 +168,15 @@ class StartCommand(ServerCommand):
         return cls(argv=argv, environment=environment, model=model, host=host, port=port)
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with `model`, or else the first model, in its place."""
+        """Return the arguments with `model`, or the first model if it is None, in place of `{model}`."""
         return tuple(part.replace(MODEL, readable(model or self.model)) for part in self.argv)
 
 
 def readable(model: str | Path) -> str:
-    """Return a path of a model under which vLLM finds its weights, or the model's name.
+    """Return a path where vLLM finds the model's weights, or the model's name.
 
-    vLLM takes the path for a pattern: weights in `m[1]` are not found, and in `m?` those of `m1` are read, too. Such a
-    folder gets a link.
+    vLLM treats the path as a glob pattern: it does not find weights in `m[1]`, and for `m?` it also reads those in
+    `m1`. Such a folder gets a link.
     """
     folder = str(model)
     return _link(str(Path(folder).absolute())) if paths.is_folder(folder) and glob.escape(folder) != folder else folder
@@ -184,7 +184,7 @@ def readable(model: str | Path) -> str:
 
 @cache
 def _link(folder: str) -> str:
-    """Return a link to a folder, without characters of patterns; it is removed when this process ends."""
+    """Return a link to a folder, without glob characters in its name; it is removed when this process ends."""
     link = paths.temporary_folder("bridge-model-") / "model"
     link.symlink_to(folder)
     return str(link)
@@ -198,7 +198,7 @@ def prepare(
     share_of: ShareOf = accelerator.derive,
     sent_from: str | None = None,
 ) -> ServerCommand:
-    """Check everything that can be known before vLLM starts, and return the command that starts it.
+    """Check everything that can be checked before vLLM starts, and return the command that starts it.
 
     The options are those of `ServerCommand.of`.
     """
@@ -221,7 +221,7 @@ def prepare(
 
 
 def check_plugin() -> None:
-    """Check that our plugin is installed and fits the installed vLLM."""
+    """Check that Bridge's plugin is installed and fits the installed vLLM."""
     compatibility = plugin_module("compatibility")
     if compatibility is None:
         raise IncompatibleVersionError(
@@ -232,7 +232,7 @@ def check_plugin() -> None:
 
 
 def plugin_module(name: str) -> str | None:
-    """Return the full name of a module beside our plugin; None: vLLM does not find our plugin."""
+    """Return the full name of a module next to Bridge's plugin; None: vLLM does not find the plugin."""
     plugin = next(iter(metadata.entry_points(group="vllm.general_plugins", name=PLUGINS[0])), None)
     return None if plugin is None else plugin.module.replace(".plugin", f".{name}")
 
@@ -256,7 +256,7 @@ def _vllm(config: ServeConfig) -> list[str]:
 
 
 def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:
-    """Return the caller's environment with our plugins enabled, or, for the stock vLLM, disabled."""
+    """Return the caller's environment with Bridge's plugins enabled, or, for stock vLLM, disabled."""
     ours = discovery.SWITCH, discovery.MANIFEST_PATH
     if not shares_weights:
         return {name: value for name, value in outer.items() if name not in ours}
@@ -270,7 +270,7 @@ def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> 
 
 
 def _plugins(outer: Mapping[str, str]) -> list[str]:
-    """Return the plugins to load: those that would load anyway, and ours, which must be named."""
+    """Return the plugins to load: those that would be loaded anyway, and Bridge's, which must be named."""
     groups = {group: metadata.entry_points(group=f"vllm.{group}_plugins").names for group in PLUGIN_GROUPS}
     loaded = [name for group in groups.values() for name in sorted(group)]
     named = outer["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in outer else loaded

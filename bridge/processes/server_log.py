@@ -1,6 +1,6 @@
-"""What the log of a server says: what it does while it starts, and why it ended.
+"""Read from a server's log what the server is doing while it starts, and why it ended.
 
-Source: the lines of vLLM 0.26 to 0.33; a server that logs other ones is shown as importing until it answers.
+Source: the lines of vLLM 0.26 to 0.33; a server that logs different lines is shown as importing until it answers.
 """
 
 import os
@@ -22,9 +22,9 @@ ERROR = re.compile(
 )
 """The end of a traceback, argparse's error, or a refusal that `bridge_patches` prints."""
 START = "=== bridge: vLLM is "
-"""Begins the line before the output of each server: a run has one log, of which only the last server is read."""
+"""Start of the line before each server's output: a run has one log, and only the last server's part is read."""
 LAST_BYTES = 1 << 18
-"""Read from the end of a log: enough for the last traceback, too little for an old one of a long run."""
+"""Bytes read from the end of a log: enough for the last traceback, too few to reach an old one of a long run."""
 PHASES = {
     "starting the engine": "Resolved architecture|Initializing a V1 LLM engine",
     "loading weights": "Starting to load model|Loading (weights|safetensors checkpoint)",
@@ -33,7 +33,7 @@ PHASES = {
     "capturing graphs": "Capturing (CUDA|cuda)",
     "opening its port": "Graph capturing finished|init engine|Starting vLLM server|Application startup",
 }
-"""Part of a log line -> phase of the start that it opens."""
+"""Phase of the start -> pattern of the log lines that begin it."""
 FIRST_PHASE = "importing packages"
 LEAST_S = 1.0
 """Phases that took less are left out of the summary."""
@@ -72,14 +72,14 @@ def current_phase(log: Path) -> str:
 def begin_log(log: Path, what: str) -> None:
     """Write the line before the output of a new server; only the owner can read the log, as vLLM prints API keys."""
     with open(log, "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        os.fchmod(file.fileno(), 0o600)  # made by an earlier server with another umask
+        os.fchmod(file.fileno(), 0o600)  # an earlier server may have created it with a different umask
         file.write(f"{START}{what}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n")
 
 
 def root_error(log: Path) -> str:
     """Return why the process ended: its first error, else its last line.
 
-    An error without a message, such as a bare assertion, is followed by where its traceback, if any, ends.
+    An error without a message, such as a bare assertion, is followed by the last frame of its traceback, if any.
     """
     lines = _lines(log)
     ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
@@ -99,13 +99,13 @@ def last_line(log: Path) -> str:
 
 
 def own_error(log: Path) -> BridgeError | None:
-    """Return the `BridgeError` that ended the process, such as a refused model; None if it was none."""
+    """Return the `BridgeError` that ended the process, such as a refused model; None if something else did."""
     lines = _lines(log)
     for index, line in enumerate(lines):
         if (match := ERROR.match(line)) is None:
             continue
         hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
-        hint = next(hints, "")  # a compiler's error, which begins in the same way, has none
+        hint = next(hints, "")  # a compiler's error begins in the same way, but has no hint
         name = "AttachError" if match["refusal"] and hint else (match["name"] or "").rpartition(".")[2]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):

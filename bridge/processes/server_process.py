@@ -1,4 +1,4 @@
-"""A server that we start, watch, restart with other weights, and stop with everything that it started.
+"""A server that Bridge starts, watches, restarts with new weights, and stops with everything that it started.
 
 vLLM's API server outlives an engine that was killed (seen with 0.32), and a server that hangs answers nothing: a
 trainer's call to either would wait for its whole time limit. A watchdog kills such a server.
@@ -36,18 +36,18 @@ START_GRACE_S = 2.0
 """A server that is starting or has died has nothing to lose; vLLM 0.32 ignores SIGTERM while its engine starts."""
 ASK_LIMIT_S = 2.0
 LAST_THREADS_S = 10.0
-"""Longest wait for the other threads of a server whose main thread has exited: those of a GPU take seconds."""
+"""Longest wait for the other threads of a server whose main thread has exited: CUDA's threads take seconds."""
 
 SLICE_S = 0.25
-"""Silence is counted in slices of this length: one that the whole machine slept through counts once."""
+"""Silence is counted in slices of this length, so that a slice in which the whole machine slept counts once."""
 READ_LIMIT_S = 5.0
 """Longest wait for the rest of an answer that has begun."""
 PERIOD_S = 1.0
-"""Between two questions of the watchdog."""
+"""Time between two health checks of the watchdog."""
 PATIENCE = 3
-"""Bad answers in a row until the server is killed."""
+"""Consecutive bad answers after which the server is killed."""
 HANG_LIMIT_S = 60.0
-"""Silence after one question until the server is killed; on two busy cores an answer takes seconds."""
+"""Silence after one health check until the server is killed; on two busy cores an answer takes seconds."""
 
 
 class StartedServer:
@@ -108,7 +108,7 @@ class StartedServer:
         check_port(self._command.host, self._command.port)
         server_log.begin_log(self._log, "started" if model is None else f"restarted with {model}")
         command = self._command.argv_for(model), self._command.environment, self._log
-        with deferred_interrupt():  # a process that we lose track of is never stopped
+        with deferred_interrupt():  # otherwise Bridge could lose track of the process, and never stop it
             self._server = self._preloaded.become(*command) or children.start(*command)
         route = self._wait(self._server, check_abort)
         self._is_ready = True
@@ -141,7 +141,7 @@ class StartedServer:
                         manifest.remove_own(self._command.awaited_manifest, server.identity)
 
     def _watch(self, server: Child, route: str, over: threading.Event) -> None:
-        """Kill `server` if it loses its engine or hangs, until it is `over`."""
+        """Kill `server` if it loses its engine or hangs, until `over` is set."""
         bad = 0
         while not over.wait(PERIOD_S) and server.is_alive():
             answer = health(self._host, self._command.port, route, limit_s=self._hang_limit_s, is_over=over.is_set)
@@ -182,7 +182,7 @@ class StartedServer:
         )
 
     def _answering(self, server: Child) -> str | None:
-        """Return the route on which this very server reports that it is well; None while it does not."""
+        """Return the route on which this server, not an earlier one, reports that it is healthy; None until then."""
         path = self._command.awaited_manifest
         try:
             if path is not None and manifest.read(path).server != server.identity:
@@ -221,7 +221,7 @@ def health(
 ) -> Literal["well", "unwell", "silent"]:
     """Ask a server once, and wait up to `limit_s` seconds for the answer, or until `is_over`.
 
-    `unwell`: another status than 200, or no connection; `silent`: no answer in time.
+    `unwell`: a status other than 200, or no connection; `silent`: no answer in time.
     """
     connection = http.client.HTTPConnection(host, port, timeout=SLICE_S)
     with contextlib.closing(connection):

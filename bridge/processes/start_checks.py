@@ -1,4 +1,4 @@
-"""What is checked before a server starts: the software, the model, the port and the manifest's path."""
+"""Checks before a server starts: the software, the model, the port and the manifest's path."""
 
 import contextlib
 import errno
@@ -25,12 +25,12 @@ from bridge.types import Quantization
 logger = logging.getLogger(__name__)
 
 FP8_BLOCKS: dict[Quantization, int] = {"fp8_per_block": 128, "fp8_per_channel": 16}
-"""What divides the inputs of a layer: vLLM rounds them in such groups, or its kernels take no others."""
+"""Number that must divide a layer's input width: vLLM rounds in groups of this size, or its kernels require it."""
 FP8_CAPABILITY = (8, 9)
 
 
 def check_software(device: DeviceChoice) -> None:
-    """Check what `bridge doctor` checks of the software that vLLM cannot start without."""
+    """Run the software checks of `bridge doctor` that vLLM cannot start without."""
     built_for, _ = accelerator.choose(device)
     if fault := software.obstacle(built_for):
         raise IncompatibleVersionError(f"{fault.name}: {fault.found}", hint=f"{fault.hint}; all checks: bridge doctor")
@@ -79,7 +79,9 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
     config = model_checks.read(model)
     if config is None:
         if paths.is_folder(folder):
-            raise UsageError(f"--model {model}: its config.json describes no model", hint="download or copy it again")
+            raise UsageError(
+                f"--model {model}: its config.json does not describe a model", hint="download or copy it again"
+            )
         return
     mode = model_checks.SHARED if shares_weights else model_checks.NONE
     obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
@@ -89,7 +91,7 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
 
 
 def check_trained_dtype(config: ServeConfig) -> None:
-    """Check that what vLLM would hold can be trained in its memory."""
+    """Check that the weights have a dtype in vLLM in which they can be trained."""
     described = model_checks.read(config.model)
     by_default = model_checks.is_half(described) and _family(described) not in model_checks.SERVED_IN_BFLOAT16
     if config.dtype == "float16" or (config.dtype == "auto" and by_default):
@@ -102,15 +104,15 @@ def _family(config: model_checks.Config | None) -> str:
 
 
 def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares_weights: bool = True) -> None:
-    """Check that vLLM can make FP8 of this model's weights here, and does so whenever a trainer has updated them.
+    """Check that vLLM can quantize this model to FP8 here, and does so again after each update of the weights.
 
-    A server that does not share its weights makes it of what the trainer sends, by vLLM's own code.
+    A server that does not share its weights quantizes what the trainer sends, with vLLM's own code.
     """
     given = f"--quantization {config.quantization}"
     if config.quantization is None:
         return
     if "--quantization" in vllm_flags.names(flags):
-        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", hint="give one")
+        raise UsageError(f"{given}, but after -- another --quantization, which vLLM would use", hint="give one")
     device, _ = accelerator.choose(config.device)
     capability = accelerator.capability() if device == "cuda" else None
     if capability is not None and capability < FP8_CAPABILITY:
@@ -128,22 +130,23 @@ def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares
         where = f" on each of {num_gpus} GPUs" if num_gpus > 1 else ""
         may_scale_by_channel = config.quantization == "fp8_per_block" and num_gpus == 1
         raise UsageError(
-            f"{given} needs widths that {block} divides{where}, found {width}",
+            f"{given} needs layer widths that {block} divides{where}, found {width}",
             hint="--quantization fp8_per_channel" if may_scale_by_channel else "leave it out",
         )
 
 
 def _refuse_other_fp8(config: ServeConfig, flags: Sequence[str], given: str, device: software.Device) -> None:
-    """Refuse FP8 that would not follow the shared weights: in forms that Bridge's kernel does not make, or written."""
+    """Refuse FP8 that would not follow the shared weights: in formats that Bridge's kernel lacks, or sent as FP8."""
     has_experts = model_checks.has_experts(model_checks.read(config.model))
     if has_experts and config.quantization == "fp8_per_channel":
         hint = "leave it out" if device == "cpu" else "--quantization fp8_per_block"
-        raise UsageError(f"{given}: experts are served with a scale for each block", hint=hint)
+        raise UsageError(f"{given}: experts are served only with a scale for each block", hint=hint)
     if has_experts and device == "cpu":
         raise UsageError(f"{given}: on a CPU vLLM repacks experts", hint="leave it out")
     if TRANSFER_FLAG[0] in vllm_flags.names(flags):
         raise UsageError(
-            f"{given}: vLLM's transfer would write the FP8, not what it is made of", hint=f"omit {TRANSFER_FLAG[0]}"
+            f"{given}: vLLM's transfer would write the FP8, not the weights that it is made from",
+            hint=f"omit {TRANSFER_FLAG[0]}",
         )
 
 
@@ -153,13 +156,13 @@ def check_length(config: ServeConfig) -> None:
     if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
         given = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
         raise UsageError(
-            f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {given} is longer",
+            f"--model {config.model} has dynamic RoPE: vLLM has frequencies for {limit} tokens, but {given} is longer",
             hint=f"--max-model-len {limit}",
         )
 
 
 def check_experts(config: ServeConfig) -> None:
-    """Check that vLLM has slots for adapters of routed experts: they need its kernels for a GPU."""
+    """Check that vLLM has slots for adapters of routed experts, which need its GPU kernels."""
     if not config.lora_experts:
         return
     from bridge.weights import experts
@@ -168,14 +171,14 @@ def check_experts(config: ServeConfig) -> None:
     kind = _family(model_checks.read(config.model))
     without = "leave experts out, here and in --lora-target-modules"
     if config.max_lora_rank is None:
-        raise UsageError("adapters of routed experts: the server accepts no adapters", hint="--max-lora-rank R")
+        raise UsageError("adapters of routed experts: the server does not accept adapters", hint="--max-lora-rank R")
     if not experts.stores_each(kind):
         raise UsageError(
             f"adapters of routed experts: checkpoints of a {kind} model have no {experts.STORED}", hint=without
         )
     if device == "cpu":
         raise UsageError(
-            f"adapters of routed experts: vLLM computes them on a GPU alone, found {device} ({why})", hint=without
+            f"adapters of routed experts: vLLM computes them only on a GPU, found {device} ({why})", hint=without
         )
 
 
@@ -203,22 +206,22 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
 
 @contextlib.contextmanager
 def taking(host: str, port: int, path: Path | None, *, inherits: bool = False) -> Iterator[None]:
-    """Let no other run start a server on `port`, or with the manifest `path`, during the block: vLLM takes them late.
+    """In the block, keep other runs from starting a server with `port` or the manifest `path`, which vLLM takes late.
 
-    With `inherits`, also until the program that replaces this one has ended.
+    With `inherits`, this lasts until the program that replaces this one has ended.
     """
     check_port(host, port)
     with contextlib.ExitStack() as marks:
         marks.enter_context(_mark(f"port {port}", str(port), "--port", inherits=inherits))
         if path is not None:
-            disk = _nearest_folder(path).stat().st_dev  # a container may have its own of this path
+            disk = _nearest_folder(path).stat().st_dev  # in a container, the same path may be on a different disk
             name = f"{disk} {path.resolve()}"
             marks.enter_context(_mark(f"manifest {path}", name, "--vllm-config-path", inherits=inherits))
         yield
 
 
 def _mark(taken: str, name: str, flag: str, *, inherits: bool) -> socket.socket:
-    """Return what others cannot have at the same time: an abstract socket, without a file, gone with this process."""
+    """Return a mark that only one process can hold: an abstract socket, which has no file and ends with the process."""
     mark = socket.socket(socket.AF_UNIX)
     mark.set_inheritable(inherits)
     try:
@@ -238,16 +241,16 @@ def _nearest_folder(path: Path) -> Path:
 
 
 def clear_manifest(path: Path) -> None:
-    """Remove a stale manifest: once `path`, absolute, exists, the new server can be attached to.
+    """Remove a stale manifest at the absolute `path`, whose existence means that the new server can be attached to.
 
     Raises:
-        UsageError: a live server has it, or nothing can be written there.
+        UsageError: the manifest is a live server's, or nothing can be written there.
         ManifestError: another file is there.
     """
     folder = _nearest_folder(path)
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise UsageError(
-            f"cannot write the manifest {path}: {folder} is not a folder in which you may write",
+            f"cannot write the manifest {path}: {folder} is not a writable folder",
             hint="choose another path with --vllm-config-path",
         )
     if not os.path.lexists(path):
@@ -258,7 +261,7 @@ def clear_manifest(path: Path) -> None:
         existing = manifest.read(path)
         manifest.check_server(existing, path)
     except ManifestError as error:
-        if existing is not None:  # else it is of another version
+        if existing is not None:  # otherwise a different version wrote it
             _refuse_out_of_sight(existing, path)
         logger.warning(f"replacing the manifest of a server that is gone: {error.message}")
         path.unlink()

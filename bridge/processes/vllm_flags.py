@@ -1,10 +1,10 @@
 """vLLM's own flags (after `--`): those that Bridge passes on, refuses or adds, and why.
 
-A flag is passed on if it is known to change nothing that is computed, except by rounding: speed, memory, logs, routes.
-A flag that changes the model, its configuration, its tokenizer or what is sampled for the server alone would go
-unnoticed by the trainer, which builds all of these from the model's folder; a flag that nobody has read might do that.
+A flag is passed on if it is known to leave results unchanged except for rounding: it may affect speed, memory, logs and
+routes. The trainer would not notice a flag that changes the model, its configuration, its tokenizer or the sampling for
+the server only, because it builds all of these from the model's folder. A flag that nobody has reviewed might do that.
 
-Not covered: what only shows once the model is loaded, such as a quantized checkpoint: the patches refuse that by name.
+Not covered: what only shows once the model is loaded, such as a quantized checkpoint, which the patches refuse by name.
 Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
 """
 
@@ -34,24 +34,24 @@ SHORT_NAMES: Mapping[str, str] = {
     "-O": "--optimization-level",
 }  # fmt: skip
 SHARED_NAMES = {"--device", "--max-lora-rank", "--quantization"}
-"""Flags of ours that mean the same as vLLM's: they may also come after --."""
+"""Bridge's flags that mean the same as vLLM's: they may also come after --."""
 PLAIN_FORMATS = {
     "auto", "hf", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"
 }  # fmt: skip
 OTHER_VARIABLES: Mapping[str, str] = {
-    "VLLM_MODEL_REDIRECT_PATH": "the server would load another model than the trainer",
+    "VLLM_MODEL_REDIRECT_PATH": "the server would load a different model than the trainer",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "it chooses experts at random",
-    "VLLM_TEST_FORCE_LOAD_FORMAT": "it replaces --load-format, such as by random weights",
+    "VLLM_TEST_FORCE_LOAD_FORMAT": "it replaces --load-format, for example with random weights",
 }
-"""Environment variable that changes the model of the server alone -> how."""
+"""Environment variable that changes only the server's model -> how."""
 REFUSED_VARIABLES: Mapping[str, str] = {
     "VLLM_USE_RUST_FRONTEND": "that front end loads no endpoint plugin, so nothing would write the manifest",
-    "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine beside the fence",
+    "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine, bypassing the fence",
 }
 """Environment variable -> why vLLM cannot run with it."""
 OFF = ("", "0")
 HEAD_KEYS = {"head_dtype"}
-"""Keys of a configuration that vLLM alone has, and that change only how its logits are rounded."""
+"""Configuration keys that only vLLM has, and that change only how its logits are rounded."""
 WEIGHTLESS_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that have no weights."""
 THE_TRAINERS_REVISION = "main"
@@ -67,13 +67,13 @@ class Refusal:
     reason: str
     """What it would break."""
     allowed: Callable[[str], bool] = lambda _: False
-    """Returns whether a value does no harm."""
+    """Returns whether a value is harmless."""
     any_server: bool = False
-    """Whether a server that shares nothing is refused too."""
+    """Whether the flag is also refused for a server that shares nothing."""
     hint: str = ""
     """What to do instead; empty: leave it out."""
     may_insist: bool = False
-    """Whether it changes only how numbers are rounded, which the correction for the mismatch may make up for."""
+    """Whether it changes only how numbers are rounded, which importance sampling may correct."""
 
 
 def _at_most(limit: float) -> Callable[[str], bool]:
@@ -81,7 +81,7 @@ def _at_most(limit: float) -> Callable[[str], bool]:
 
 
 def _drafts_without_weights(value: str) -> bool:
-    """Return whether the JSON of a speculation names a method that reads its drafts from the tokens themselves."""
+    """Return whether the JSON names a speculative decoding method that drafts from the tokens themselves."""
     try:
         choices = json_lines.parsed(value)
     except ValueError:
@@ -91,7 +91,7 @@ def _drafts_without_weights(value: str) -> bool:
 
 
 def _overrides_the_heads_type(value: str) -> bool:
-    """Return whether JSON overrides no more than the type in which vLLM computes logits; the trainer's is float32."""
+    """Return whether the JSON overrides only the dtype in which vLLM computes logits; the trainer's is float32."""
     try:
         overrides = json_lines.parsed(value)
     except ValueError:
@@ -103,9 +103,9 @@ _QUANTIZED = (
     "quantized weights are not the bytes that a trainer updates; --quantization fp8_per_block before -- keeps both"
 )
 _OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
-_ALONE = "for the server alone: the trainer builds its model from the model's folder, and would compute otherwise"
+_ALONE = "only for the server: the trainer builds its model from the model's folder, and would compute differently"
 _IN_CONFIG = "put it into the config.json of the model's folder, or of a copy, which server and trainer both read"
-_TOKENIZED = "for the server alone: the trainer encodes prompts by the model's own tokenizer and chat template"
+_TOKENIZED = "only for the server: the trainer encodes prompts with the model's own tokenizer and chat template"
 _IN_FOLDER = (
     "put it into the model's folder, or into a copy (a template as chat_template.jinja), which server and trainer read"
 )
@@ -134,16 +134,16 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
     ("--tokenizer-mode",): Refusal(_TOKENIZED, ("auto", "hf").__contains__, any_server=True, hint=_IN_FOLDER),
     ("--skip-tokenizer-init",): Refusal("the server has to detokenize completions", any_server=True),
     ("--mm-processor-kwargs", "--media-io-kwargs"): Refusal(
-        "for the server alone: the trainer processes images as the model's folder says", any_server=True,
+        "only for the server: the trainer processes images as the model's folder says", any_server=True,
         hint="put it into preprocessor_config.json in the model's folder, which server and trainer both read",
     ),
     ("--generation-config",): Refusal(
-        "for the server alone: where completions end, and what a request samples from by default, would be another's",
+        "only for the server: where completions end, and what a request samples from by default, would be different",
         ("auto", "vllm").__contains__, any_server=True,
         hint="put it into the model's folder as generation_config.json",
     ),
     ("--override-generation-config",): Refusal(
-        "it changes what a request samples from where the request does not say", any_server=True,
+        "it changes the sampling parameters that a request leaves out", any_server=True,
         hint="--temperature, --top-k, --top-p and --min-p, or generation_config.json in the model's folder",
     ),
     ("--logprobs-mode",): Refusal(
@@ -151,19 +151,19 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
         "processed_logprobs".__eq__, any_server=True,
     ),
     ("--kv-cache-dtype",): Refusal(
-        "keys and values would be rounded for the server alone", ("auto", "bfloat16").__contains__, any_server=True,
+        "keys and values would be rounded only on the server", ("auto", "bfloat16").__contains__, any_server=True,
         may_insist=True,
     ),
     ("--mamba-cache-dtype", "--mamba-ssm-cache-dtype"): Refusal(
-        "states would be rounded for the server alone", ("auto", "float32").__contains__, any_server=True,
+        "states would be rounded only on the server", ("auto", "float32").__contains__, any_server=True,
         may_insist=True,
     ),
-    ("--lora-target-modules",): Refusal("adapters of other modules would be served without them", any_server=True),
-    ("--lora-dtype",): Refusal("the server would round adapters otherwise", "auto".__eq__, any_server=True),
+    ("--lora-target-modules",): Refusal("an adapter's other modules would be ignored", any_server=True),
+    ("--lora-dtype",): Refusal("the server would round adapters differently", "auto".__eq__, any_server=True),
     ("--quantization",): Refusal(_QUANTIZED, {"none", "None"}.__contains__),
     ("--quantization-config",): Refusal(_QUANTIZED),
     ("--load-format",): Refusal("this loader maps or repacks the weights differently", PLAIN_FORMATS.__contains__),
-    ("--worker-extension-cls",): Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
+    ("--worker-extension-cls",): Refusal("vLLM takes one worker extension, and Bridge needs its own"),
     ("--worker-cls",): Refusal("Bridge's patches fit only vLLM's own workers"),
     ("--pipeline-parallel-size",): Refusal("a pipeline stage holds only some layers; a trainer needs all", _at_most(1)),
     ("--data-parallel-size", "--data-parallel-size-local"): Refusal(
@@ -237,60 +237,60 @@ tool-strict-level trust-remote-code trust-request-chat-template trust-request-mm
 use-tqdm-on-load uvicorn-log-level watchdog-config watermark watermark-config weight-transfer-config
 """
 HARMLESS = frozenset(f"--{name}" for name in _HARMLESS.split()) | {"-h"}
-"""Flags of vLLM 0.26 to 0.33 that a server may have without its trainer's knowledge. Two change what is sampled from,
-and are noted (`RESHAPING`)."""
+"""Flags of vLLM 0.26 to 0.33 that a server may have without the trainer knowing. Two of them change what is sampled
+from, which is noted (`RESHAPING`)."""
 INSIST = "--allow-vllm-flags"
 NEGATION = "--no-"
-"""What turns a flag of vLLM off."""
+"""Prefix that turns a vLLM flag off."""
 WHOLE_NAMES = (*OURS, *REFUSED, *sorted(HARMLESS))
-"""Flags that may be abbreviated: argparse accepts every prefix that no other flag has."""
+"""Flags that may be abbreviated: argparse accepts every unambiguous prefix."""
 LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
 """The trainer compares with the distribution that was sampled from, after temperature."""
 WORKER_EXTENSION = ("--worker-extension-cls", "bridge_patches.worker.BridgeWorker")
 NO_PAGES = ("--allowed-origins", "[]")
-"""No web page of another host may send requests, whatever the default of this version of vLLM allows."""
+"""Web pages of other hosts must not send requests, whatever this version of vLLM allows by default."""
 SLEEP_MODE = "--enable-sleep-mode"
 """Lets vLLM free its KV cache while a trainer needs the memory; costs nothing until then."""
 CHOOSES_SLEEP = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
-"""With one of these flags the user decides; vLLM 0.33 refuses to start with it and a KV connector that cannot sleep."""
+"""With one of these flags the user decides; vLLM 0.33 refuses sleep mode with a KV connector that cannot sleep."""
 MOE_BACKEND = ("--moe-backend", "triton")
 """Its kernels read experts as they are loaded; those that vLLM prefers on some GPUs repack them."""
 PIECEWISE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
 """Leaves attention out of CUDA graphs. With a sliding window in every layer, shorter than --max-model-len, the full
-graphs of vLLM 0.33 on an H200 decoded 0.8 nats a token away from what it computes without graphs; pieces: 0.008."""
+graphs of vLLM 0.33 on an H200 decoded 0.8 nats per token away from its results without graphs; piecewise: 0.008."""
 CHOOSES_GRAPHS = {PIECEWISE_GRAPHS[0], "--enforce-eager", "--optimization-level"}
 """With one of these flags the user decides."""
 START_METHOD = ("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-"""The engine and its workers begin with all that the API server has imported, unless the caller chooses. vLLM itself
-spawns them where a fork is unsafe: once CUDA is initialized, and on the CPU."""
+"""Lets the engine and its workers inherit what the API server has imported, unless the caller chooses. vLLM spawns
+them anyway where a fork is unsafe: once CUDA is initialized, and on the CPU."""
 NEEDS_SPAWN = {"--mm-tensor-ipc"}
 """vLLM refuses one of its values without `spawn`."""
 ROUNDED_SCALES = ("VLLM_USE_DEEP_GEMM_E8M0", "0")
-"""Without it DeepGEMM quantizes FP8 once more, with scales that are powers of two; Hopper's kernels need none."""
+"""Keeps DeepGEMM from quantizing FP8 again with power-of-two scales, which Hopper's kernels do not need."""
 WITHOUT_DEEP_GEMM = ("VLLM_USE_DEEP_GEMM", "0")
-"""vLLM has CUTLASS's kernels instead. DeepGEMM's are compiled when they are first used, by nvcc."""
+"""Makes vLLM use CUTLASS's kernels. It needs nvcc to compile DeepGEMM's when they are first used."""
 UNPACKED = ("VLLM_DISABLED_KERNELS", "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel")
-"""They repack FP8. vLLM 0.33 prefers Marlin's to Triton's on GPUs without CUTLASS's for blocks, such as an L40."""
+"""Disables kernels that repack FP8. Where CUTLASS has no block kernels, as on an L40, vLLM 0.33 prefers Marlin's."""
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 """Variables with the folder of the CUDA toolkit."""
 RESHAPING = ("--logits-processors", "--watermark-config")
-"""They change what every request samples from; no request can turn them off."""
+"""Flags that change what every request samples from; a request cannot turn them off."""
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Variable with the folder of vLLM's sockets; without it, that of temporary files."""
+"""Variable with the folder for vLLM's sockets (default: the folder for temporary files)."""
 LONGEST_SOCKETS = 107 - len("/00000000-0000-0000-0000-000000000000")
-"""Bytes of its path: the path of a socket has at most 107."""
+"""Maximum number of bytes in that folder's path: the path of a socket has at most 107."""
 SHORT_FOLDER = "/tmp"  # noqa: S108  where vLLM's sockets are without TMPDIR
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""vLLM's sizes of an adapter slot."""
+"""Ranks that vLLM's adapter slots can have."""
 EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"  # as bridge_patches/placement.py reads it
 
 
 def check(
     flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True, insisted: str = ""
 ) -> None:
-    """Refuse what would break one copy, or a server that no trainer can reach or knows, all at once.
+    """Refuse all flags and variables that would break one copy, or that hide the server or its changes from a trainer.
 
-    `insisted` names flags, separated by commas, that are passed on though they are not known to be harmless.
+    `insisted` names flags, separated by commas, that are passed on although they are not known to be harmless.
     """
     if flags and not flags[0].startswith("-"):
         raise UsageError(
@@ -314,7 +314,7 @@ def check(
                 if why.may_insist:
                     unknown.append(name)
         elif name not in HARMLESS | OURS | insisted_on and not _turns_off(name):
-            faults.append(f"{given}: not known to leave what the server computes as the trainer computes it")
+            faults.append(f"{given}: not known to keep the server's results equal to the trainer's")
             unknown.append(name)
     variables = {**OTHER_VARIABLES, **(REFUSED_VARIABLES if shares_weights else {})}
     for name, reason in variables.items():
@@ -331,12 +331,12 @@ def check(
 
 
 def _listed(insisted: str) -> set[str]:
-    """Return the long names of flags that are separated by commas."""
+    """Return the long names of comma-separated flags."""
     return {"--" + name.strip().lstrip("-").replace("_", "-") for name in insisted.split(",") if name.strip()}
 
 
 def _turns_off(name: str) -> bool:
-    """Return whether this turns off a flag that is known; argparse takes it shortened, too."""
+    """Return whether `name` turns off a known flag; argparse also accepts abbreviations."""
     beginning = name.replace(NEGATION, "--", 1)
     return name.startswith(NEGATION) and any(other.startswith(beginning) for other in HARMLESS | REFUSED.keys())
 
@@ -356,11 +356,11 @@ class Added:
     """Flags, variables and notes that Bridge adds to a command."""
 
     argv: list[str] = field(default_factory=list)
-    """Flags of vLLM."""
+    """vLLM flags."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of vLLM."""
+    """Environment variables for vLLM."""
     notes: list[str] = field(default_factory=list)
-    """Surprises and their reasons, a line each."""
+    """What may surprise the user, with the reason, one line each."""
 
 
 def added(
@@ -373,7 +373,7 @@ def added(
     sent_from: str | None = None,
     share: Callable[[], MemoryShare] | None = None,
 ) -> Added:
-    """Return what lets a trainer use the server: its log-probabilities, its weights and its memory.
+    """Return what lets a trainer use the server's log-probabilities, weights and memory.
 
     `sent_from` is the trainer's device if it sends its weights to the server. `share` derives vLLM's share of the GPU
     if the user did not choose it; None: vLLM's own default.
@@ -400,7 +400,7 @@ def added(
         extra.argv += PIECEWISE_GRAPHS
         extra.notes.append(
             f"{' '.join(PIECEWISE_GRAPHS)}: every layer's window, {window:,} tokens, may be shorter than a sequence:"
-            " vLLM's full CUDA graphs err"
+            " vLLM's full CUDA graphs are inexact then"
         )
     if config.max_lora_rank is not None:
         _add_adapters(extra, config.max_lora_rank, given, experts=config.lora_experts)
@@ -438,13 +438,13 @@ def _note_passed_on(extra: Added, given: set[str], *, insisted: set[str]) -> Non
 
 
 def _add_sockets(extra: Added, outer: Mapping[str, str]) -> None:
-    """Let vLLM's processes meet in a folder with a short path, if that of temporary files is too long for a socket."""
+    """Put vLLM's sockets into a folder with a short path, if the path of their usual folder is too long."""
     variable = next((name for name in (SOCKETS, "TMPDIR") if outer.get(name)), "TMPDIR")
     folder = outer.get(variable) or tempfile.gettempdir()
     length = len(os.fsencode(folder))
     if length <= LONGEST_SOCKETS:
         return
-    what = f"{variable} has {length} bytes, and vLLM's sockets in it allow {LONGEST_SOCKETS}"
+    what = f"{variable} has {length} bytes, but vLLM's sockets in it allow only {LONGEST_SOCKETS}"
     if variable == SOCKETS or not os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
         raise UsageError(f"{what}: {folder}", hint=f"{SOCKETS}=/path/to/a/short/folder, or a shorter {variable}")
     extra.environment[SOCKETS] = SHORT_FOLDER
@@ -452,7 +452,7 @@ def _add_sockets(extra: Added, outer: Mapping[str, str]) -> None:
 
 
 def _add_transfer(extra: Added, given: set[str], trainer_device: str) -> None:
-    """Let the server receive weights, which the trainer sends from another GPU than the server's."""
+    """Let the server receive weights, which the trainer sends from a GPU that the server does not use."""
     if trainer_device == "cpu" or trainer_device in SERVERS_GPU:
         device = "a CPU" if trainer_device == "cpu" else f"the server's: --trainer-device {trainer_device}"
         raise UsageError(
@@ -465,7 +465,7 @@ def _add_transfer(extra: Added, given: set[str], trainer_device: str) -> None:
 
 
 def slot_rank(rank: int) -> int | None:
-    """Return the rank of vLLM's smallest slot that takes an adapter of `rank`; None: there is none."""
+    """Return the rank of vLLM's smallest slot that takes an adapter of `rank`; None: no slot is large enough."""
     return next((size for size in RANKS if size >= rank), None)
 
 
@@ -493,7 +493,7 @@ def _fp8_kernels(outer: Mapping[str, str]) -> dict[str, str]:
 
 
 def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> None:
-    """Give vLLM on a CPU little memory for KV, and each rank its own cores, which it cannot tell apart on one node."""
+    """Give vLLM on a CPU a small KV cache, and each rank its own cores, which vLLM does not split on one NUMA node."""
     derived = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if config.tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))

@@ -77,7 +77,7 @@ def test_a_run_that_fits_only_asleep_gets_the_larger_share(tmp_path: Path) -> No
     assert derived.reason.endswith("while the KV cache sleeps")
     awake = share_of(tmp_path, size="32B", offload_optimizer=True, kv_sleep="never")
     assert awake.share < 0.65
-    assert "more than there is: see bridge plan" in awake.reason
+    assert "more than available: see bridge plan" in awake.reason
 
 
 def test_sleeping_kv_cache_gets_the_remaining_memory(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_sleeping_kv_cache_gets_the_remaining_memory(tmp_path: Path) -> None:
 def test_untrainable_model_still_gets_vllms_memory(tmp_path: Path) -> None:
     derived = share_of(tmp_path, size="14B", gib=80)
     assert derived.share * 80 > 27.5 + 4
-    assert "more than there is: see bridge plan" in derived.reason
+    assert "more than available: see bridge plan" in derived.reason
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -98,7 +98,7 @@ def test_a_trainer_on_another_device_leaves_vllm_the_gpu(tmp_path: Path, device:
     assert derived == MemoryShare(0.9, "the trainer is on another device")
 
 
-def test_split_weights_are_trained_split(tmp_path: Path) -> None:
+def test_sharded_weights_are_trained_sharded(tmp_path: Path) -> None:
     assert "training needs 44, " in share_of(tmp_path, ranks=2).reason
     assert "training needs 101, " in share_of(tmp_path, ranks=2, mode="none").reason
 
@@ -112,7 +112,7 @@ def test_the_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> No
 def test_a_model_of_unknown_size_gets_a_default_share() -> None:
     derived = accelerator.derive(ServeConfig(model="org/name-of-none"), gpu_bytes=80 * GIB)
     assert derived.share == accelerator.UNKNOWN_SHARE
-    assert "is not known before it is loaded" in derived.reason
+    assert "is unknown until it is loaded" in derived.reason
 
 
 def test_reason_of_derived_values_is_one_line(tmp_path: Path) -> None:
@@ -129,12 +129,12 @@ def test_reason_of_derived_values_is_one_line(tmp_path: Path) -> None:
             assert 0 < derived.share <= 0.9
 
 
-def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
+def test_standalone_server_expects_the_trainer_of_its_flags() -> None:
     assert accelerator.expected(ServeConfig(model="m")).mode == "shared_vllm"
     adapter = accelerator.expected(ServeConfig(model="m", max_lora_rank=64))
     assert (adapter.mode, adapter.lora.r, adapter.lora.has_experts) == ("lora_only", 64, False)
     assert accelerator.expected(ServeConfig(model="m", max_lora_rank=64, lora_experts=True)).lora.has_experts
-    with pytest.raises(UsageError, match="--max-lora-rank 12: adapters of routed experts have ranks that 8") as caught:
+    with pytest.raises(UsageError, match="--max-lora-rank 12: the rank of adapters") as caught:
         accelerator.expected(ServeConfig(model="m", max_lora_rank=12, lora_experts=True))
     assert caught.value.hint == "--max-lora-rank 16"
 
@@ -158,7 +158,7 @@ def test_an_offloaded_state_beyond_the_host_is_refused(
     needed = bytes_per_parameter * ModelSize.of(model).num_params
     trainer = TrainConfig.model_validate({"model_name": model, "offload_optimizer": True, **choices})
     monkeypatch.setattr(accelerator, "left_bytes", lambda: needed - GIB)
-    with pytest.raises(UsageError, match=f"takes {needed / GIB:.1f} GiB of this host's memory"):
+    with pytest.raises(UsageError, match=f"takes {needed / GIB:.1f} GiB of host memory"):
         check_host(trainer)
     check_host(trainer.changed(model_name="org/name-of-none"))
     monkeypatch.setattr(accelerator, "left_bytes", lambda: needed + GIB)
@@ -192,7 +192,7 @@ class Driver:
         return 0
 
 
-def test_the_least_capability_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowest_capability_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for capabilities, least in {((9, 0), (8, 9)): (8, 9), ((8, 0),): (8, 0), (): None}.items():
         monkeypatch.setattr("ctypes.CDLL", lambda _, of=capabilities: Driver(*of))
         assert accelerator.capability() == least

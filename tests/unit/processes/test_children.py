@@ -109,7 +109,7 @@ def test_stop_kills_children_that_ignore_sigterm(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
-def test_stopping_several_waits_for_all_at_once(tmp_path: Path) -> None:
+def test_stopping_several_children_waits_concurrently(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
@@ -132,7 +132,7 @@ def test_stopping_finds_the_orphans_of_a_child_that_has_died(tmp_path: Path) -> 
     assert is_gone(pid)
 
 
-def test_stopping_leaves_everybody_else_alone(tmp_path: Path) -> None:
+def test_stopping_leaves_other_processes_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     children.stop(start(FAMILY, tmp_path), grace_s=0.3)
     assert stranger.poll() is None
@@ -156,7 +156,7 @@ def test_shared_memory_of_a_killed_child_is_removed(tmp_path: Path) -> None:
     assert not segment.exists()
 
 
-def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
+def test_second_interrupt_ends_the_grace_period(tmp_path: Path) -> None:
     hears = "lambda *_: print('asked to end', flush=True))\nchild"
     child = start(STUBBORN.replace("signal.SIG_IGN)\nchild", hears), tmp_path)
     pid = grandchild(child)
@@ -175,7 +175,7 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
-def test_an_interrupt_before_they_are_asked_to_end_kills_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_before_sigterm_kills_the_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = start(STUBBORN, tmp_path)
     pid = grandchild(child)
     tree_of, presses = children._tree, iter([KeyboardInterrupt])
@@ -192,7 +192,7 @@ def test_an_interrupt_before_they_are_asked_to_end_kills_them(tmp_path: Path, mo
     assert is_gone(pid)
 
 
-def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
+def test_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
         "import os, sys, time; from pathlib import Path; from bridge.processes import children\n"
@@ -210,7 +210,7 @@ def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_child_ignoring_sigterm_does_not_outlive_us(tmp_path: Path) -> None:
+def test_child_ignoring_sigterm_does_not_outlive_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     us = subprocess.Popen(
         [sys.executable, "-c", STARTER, STUBBORN, str(log)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -224,7 +224,7 @@ def test_child_ignoring_sigterm_does_not_outlive_us(tmp_path: Path) -> None:
     gone_within(leash.GRACE_S + 10, {pid, *others})
 
 
-def test_the_orphans_of_a_killed_child_do_not_outlive_us(tmp_path: Path) -> None:
+def test_orphans_of_a_killed_child_do_not_outlive_the_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     us = subprocess.Popen([sys.executable, "-c", STARTER, FAMILY, str(log)], stdout=subprocess.PIPE, text=True)
     assert us.stdout is not None
@@ -254,7 +254,7 @@ def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
     children.stop(child, grace_s=0.5)
 
 
-def test_the_programs_own_children_are_its_own_alone(tmp_path: Path) -> None:
+def test_guard_is_not_a_child_of_the_program(tmp_path: Path) -> None:
     child = start("import os, time; print(os.listdir('/proc/self/fd'), flush=True); time.sleep(60)", tmp_path)
     grandchild_line(child)
     assert psutil.Process(child.process.pid).children() == [], "the guard must not be its child"
@@ -320,7 +320,7 @@ BARE = """\
 """
 
 
-def test_an_error_without_a_message_says_where_it_was(tmp_path: Path) -> None:
+def test_error_without_a_message_names_its_location(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(BARE)
     error = server_log.root_error(tmp_path / "log")
     frame = 'File "/x/triton_scaled_mm.py", line 164, in triton_scaled_mm, assert scale_a.shape[1] == 1'
@@ -329,7 +329,7 @@ def test_an_error_without_a_message_says_where_it_was(tmp_path: Path) -> None:
     assert server_log.root_error(tmp_path / "log") == "AssertionError", "that traceback is another error's"
 
 
-def test_a_test_shows_the_engines_traceback_and_not_the_servers(tmp_path: Path) -> None:
+def test_tests_show_the_engines_traceback_not_the_servers(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(BARE)
     shown = scenarios.why_it_ended(tmp_path / "log").splitlines()
     assert shown[0].startswith("AssertionError, File")
@@ -338,14 +338,14 @@ def test_a_test_shows_the_engines_traceback_and_not_the_servers(tmp_path: Path) 
     assert scenarios.why_it_ended(tmp_path / "log").splitlines()[-2:] == ["one", "two"]
 
 
-def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:
+def test_log_without_an_error_reports_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("one\n\ntwo\n")
     assert server_log.root_error(tmp_path / "log") == "no error in its log, which ends with: two"
     (tmp_path / "log").write_text("")
     assert server_log.root_error(tmp_path / "log") == "it printed nothing"
 
 
-def test_pydantic_errors_are_reported_whole(tmp_path: Path) -> None:
+def test_pydantic_errors_are_reported_in_full(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
         "  Value error, max_model_len is too long [type=value_error, input_value=...]\n"
@@ -371,7 +371,7 @@ LINE = "(EngineCore pid=12) INFO 11-24 10:00:00 [core.py:7] "
         ((f"{LINE}Graph capturing finished in 3 secs", "INFO:  Application startup complete."), "opening its port"),
     ],
 )
-def test_the_phase_is_that_of_the_last_line_that_begins_one(tmp_path: Path, lines: tuple[str, ...], phase: str) -> None:
+def test_phase_is_that_of_the_last_line_that_begins_one(tmp_path: Path, lines: tuple[str, ...], phase: str) -> None:
     (tmp_path / "log").write_text(f"{LINE}Capturing CUDA graphs\n")
     server_log.begin_log(tmp_path / "log", "started")  # what an earlier server logged does not count
     with (tmp_path / "log").open("a") as log:
@@ -392,12 +392,12 @@ def test_the_seconds_of_each_phase_add_up(tmp_path: Path) -> None:
     assert phases.summary() == ": importing packages 9 s, compiling 20 s"
 
 
-def test_argparses_complaint_is_a_root_error(tmp_path: Path) -> None:
+def test_argparse_error_is_a_root_error(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\nbye\n")
     assert server_log.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
 
 
-def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
+def test_bridge_error_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
     prefix = "(EngineCore pid=12) ERROR 11-20 11:26:04 [core.py:95] "
     (tmp_path / "log").write_text(
         f"{prefix}bridge.errors.UnsupportedModelError: lm_head.weight is repacked\n{prefix}hint: serve it in bfloat16\n"

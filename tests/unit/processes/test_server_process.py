@@ -147,12 +147,12 @@ def test_a_server_lives_as_long_as_the_context(tmp_path: Path, log: Path) -> Non
     assert not command.manifest.exists()
 
 
-def test_started_server_fulfils_the_loops_protocol(tmp_path: Path, log: Path) -> None:
+def test_started_server_implements_the_loops_protocol(tmp_path: Path, log: Path) -> None:
     accepted: ServerProcess = served(fake(tmp_path), log)
     assert callable(accepted.restart)
 
 
-def test_a_restart_serves_other_weights_under_the_old_name(tmp_path: Path, log: Path) -> None:
+def test_restart_serves_new_weights_under_the_old_name(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
         before = pid_of(server)
@@ -173,7 +173,7 @@ def test_a_restart_serves_other_weights_under_the_old_name(tmp_path: Path, log: 
 
 
 @pytest.mark.parametrize("victim", ["server", "engine", "both"])
-def test_restart_ends_remains_of_a_kill(tmp_path: Path, log: Path, victim: str) -> None:
+def test_restart_stops_what_is_left_of_a_killed_server(tmp_path: Path, log: Path, victim: str) -> None:
     with served(fake(tmp_path), log).running() as server:
         (orphan,) = family(log)
         pids: dict[str, list[int | None]] = {
@@ -226,7 +226,7 @@ def test_a_request_error_of_a_live_server_names_its_log(tmp_path: Path, log: Pat
     assert refused.value.hint == f"look into its log (its log: {log})"
 
 
-def test_a_server_that_is_never_well_is_given_up_and_stopped(tmp_path: Path, log: Path) -> None:
+def test_server_that_is_never_healthy_is_stopped(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, "--status", "503")
     with (
         pytest.raises(ServerUnreachableError, match="not ready within 6 s; last line of its log: ready first"),

@@ -25,9 +25,7 @@ def test_a_choice_that_is_refused_leaves_no_folder(
     assert not [*tmp_path.glob("bridge-serve-*")]
 
 
-def test_what_is_awaited_is_logged_without_its_details(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wait_is_logged_without_details(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     with logged_wait("starting vLLM") as detail:
         detail("loading")
     assert caplog.record_tuples == [("bridge.processes", logging.INFO, "starting vLLM ...")]
