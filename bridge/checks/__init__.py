@@ -3,7 +3,7 @@
 *Facts* are what another process reports about torch, the driver and a model (`probe.py`). A *trial* is two processes
 that share memory for real (`hardware.py`).
 
-May import: `bridge`, psutil, httpx and packaging; torch only inside another process, or in `one_copy_proof.py`.
+May import: `bridge`, psutil, httpx and packaging; torch only in a child process, or in `one_copy_proof.py`.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ class Check:
     name: str
     """What was checked, in a few words."""
     status: Status
-    """PASS; WARN: it may hurt later; FAIL: attaching cannot work; SKIP: not checked, `found` says why."""
+    """PASS; WARN: it may cause trouble later; FAIL: attaching cannot work; SKIP: not checked, `found` says why."""
     found: str
     """The actual state, with its values."""
     expected: str
@@ -51,7 +51,7 @@ def skipped(name: str, reason: str, expected: str, hint: str | None = None) -> C
 
 
 def judged(name: str, good: bool, found: str, expected: str, hint: str, *, otherwise: Status = "FAIL") -> Check:
-    """Return PASS if what was found is `good`; if not, the status `otherwise`, with the fix."""
+    """Return PASS if what was found is `good`, else the status `otherwise` with the fix."""
     return passed(name, found, expected) if good else Check(name, otherwise, found, expected, hint)
 
 

@@ -1,6 +1,6 @@
-"""Check the GPU, its driver, the memory of GPU and host, and that one process can open and write another's memory.
+"""Check the GPU, its driver, GPU and host memory, and that one process can open and write another's memory.
 
-Sharing is checked by doing it, through a memfd and over CUDA IPC: the other processes run `PEERS` of this file.
+Sharing is checked by doing it, through a memfd and over CUDA IPC: the peer processes run the functions in `PEERS`.
 Not covered: the weights of a live server (`bridge verify`).
 """
 
@@ -19,11 +19,11 @@ from bridge.server.manifest import CudaHandle
 
 GIB, MIB = 2**30, 2**20
 TRAINING_GIB = 2.0
-"""Needed by a trainer of the smallest models: CUDA's context, gradients and activations."""
+"""Memory that a trainer of the smallest models needs: CUDA's context, gradients and activations."""
 SHARE_FOR_BOTH = 0.5
 """Share of the GPU that should be free for a server and a trainer."""
 NEEDED_GIB = 4.0
-"""Needed by vLLM and a trainer beside the weights, with the smallest KV cache."""
+"""Memory that vLLM and a trainer need in addition to the weights, with the smallest KV cache."""
 NEEDED_SHM_MIB = 64.0
 """Upper bound for torch's and vLLM's message queues between processes. The weights are never in /dev/shm."""
 ON_THE_CPU = "not checked: vLLM runs on the CPU"
@@ -35,9 +35,9 @@ TRIAL_TIMEOUT_S, WRITER_TIMEOUT_S, MEMFD_TIMEOUT_S = 90.0, 60.0, 20.0
 MODULE = "bridge.checks.hardware"
 MEMFD_MARK = b"bridge was here"
 MARK = 20_261
-"""The number that the second process writes over CUDA IPC."""
+"""Number that the second process writes over CUDA IPC."""
 DTYPE = "float32"
-"""A type that a manifest may name and that holds the mark exactly."""
+"""A dtype that a manifest may name and that represents the mark exactly."""
 NUM_ELEMENTS, MARKED_ELEMENT = 1024, 321
 READ = "read "
 """Prefix of the exporter's last line, before the value that it read."""
@@ -47,7 +47,7 @@ NAMESPACES = (
     "run both as one user in one pid namespace, with /proc mounted without hidepid; docker run --pid=container:NAME"
 )
 Cause = tuple[tuple[str, ...], str, str]
-"""Why the driver refuses: any of these signs in the error, in lower case; the reason in words; the fix."""
+"""A cause of a driver error: texts that the error contains in lower case (any of them); the reason; the fix."""
 SURE: tuple[Cause, ...] = (
     (("busy or unavailable", "exclusive"), "the GPU takes one process at a time (compute mode)",
      "sudo nvidia-smi -c DEFAULT"),
@@ -57,16 +57,16 @@ SURE: tuple[Cause, ...] = (
      "/dev/shm, which holds torch's reference counters, is full or missing",  # noqa: S108  a name
      "docker run --shm-size=1g ..., or: df -h /dev/shm"),
 )  # fmt: skip
-"""Causes whose signs have no other meaning."""
+"""Causes whose texts cannot mean anything else."""
 LIKELY: tuple[Cause, ...] = (
     (("pidfd", "operation not permitted", "permission denied"),
-     "the kernel forbids one process to reach into the other (ptrace rules)",
+     "the kernel forbids one process to access the other (ptrace rules)",
      "docker run --cap-add=SYS_PTRACE ..., or on the host: sudo sysctl kernel.yama.ptrace_scope=0"),
     (("invalid", "mapping", "os call failed", "not supported", "peer"),
      "the two processes do not share the namespaces that the driver needs, or the platform has no CUDA IPC",
      "docker run --ipc=host --pid=host ... (or container:NAME for both); in WSL 2 update the driver"),
 )  # fmt: skip
-"""Causes whose signs also appear if the allocator's segments are expandable."""
+"""Causes whose texts also appear if the allocator uses expandable segments."""
 
 
 def nvidia_driver_loaded() -> bool:
@@ -129,7 +129,7 @@ def main_memory(available: int, cgroup_left: int | None) -> Check:
     return judged(
         "Main memory", left >= NEEDED_GIB * GIB,
         f"{left / GIB:.1f} GiB available" + (" within the container's limit" if limited else ""),
-        f"at least {NEEDED_GIB:.0f} GiB available beside the weights",
+        f"at least {NEEDED_GIB:.0f} GiB available in addition to the weights",
         f"{'docker run --memory=8g ...' if limited else 'stop other programs'}, or use a smaller model",
         otherwise="WARN",
     )  # fmt: skip
@@ -185,7 +185,7 @@ def over_cuda_ipc(uuid: str | None, environment: Mapping[str, str]) -> Check:
 
 
 def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
-    """Judge from the exporter's end whether both processes used the same memory, and if not, why."""
+    """Judge from how the exporter ended whether both processes used the same memory, and if not, why."""
     trouble = trial.trouble()
     if trouble is None:
         value = trial.stdout.strip().rpartition("\n")[2].removeprefix(READ)
@@ -205,7 +205,7 @@ def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
 
 
 def export_cuda(uuid: str) -> None:
-    """Share zeros, let another process write the mark, and print what is there then."""
+    """Share a tensor of zeros, let a second process write the mark into it, and print the value found afterwards."""
     import torch
 
     from bridge.weights import cuda_ipc
@@ -240,7 +240,7 @@ PEERS: Mapping[str, Callable[[str], None]] = {
     "export-cuda": export_cuda,
     "write-cuda": write_cuda,
 }
-"""What another process does in a trial."""
+"""Functions that the child processes of a trial run, by name."""
 
 if __name__ == "__main__":
     sys.exit(exit_code(PEERS[sys.argv[1]], *sys.argv[2:]))

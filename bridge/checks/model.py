@@ -1,9 +1,9 @@
-"""Judge from a model's configuration alone which modes can train it, without reading weights.
+"""Judge from a model's configuration which modes can train it, without reading weights.
 
-What a configuration does not show, a child process finds by building the model's class without its weights, unless
-the family is known to work.
+Unless the family is known to work, a child process also builds the model's class without weights, to find what the
+configuration does not show.
 
-Not covered: what only vLLM's own loader shows (`patches/bridge_patches/loading.py`), and whether the model fits
+Not covered: what only vLLM's own loader reveals (`patches/bridge_patches/loading.py`), and whether the model fits
 (`bridge plan`).
 """
 
@@ -39,12 +39,12 @@ SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Suffixes of the classes that transformers' AutoModelForCausalLM builds."""
 INSIDE = "ForConditionalGeneration"
-"""Suffix of the classes of which the language model is one part of several."""
+"""Suffix of the classes that contain a language model among other parts."""
 ANOTHER = "use a plain language model, such as those in docs/families.md"
 ALTERNATING = "gemma2"
-"""Has a window in every other layer; older configurations have no `layer_types`."""
+"""A family with a window in every other layer, whose older configurations have no `layer_types`."""
 EXPANDED = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-"""Widths of the second layers of feed-forward parts."""
+"""Input widths of the second layers of feed-forward parts."""
 PROVED = frozenset({
     "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "granite",
     "llama", "mistral", "mistral3", "mixtral", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "qwen3_5",
@@ -85,7 +85,7 @@ def read(model: str) -> Config | None:
 
 
 def _language(config: Config | None) -> Config:
-    """Return the configuration of the language model alone."""
+    """Return the configuration of the language model only."""
     config = config or {}
     language = config.get("text_config")
     return language if language and isinstance(language, dict) else config
@@ -99,7 +99,7 @@ def has_experts(config: Config | None) -> bool:
 def window(config: Config | None, max_tokens: int | None) -> int | None:
     """Return the sliding window that every layer has, in tokens, if a sequence may be longer than that.
 
-    `max_tokens` is the limit of a sequence; None: the model's own.
+    `max_tokens` is the length limit of a sequence; None: the model's own limit.
     """
     config = _language(config)
     size = config.get("sliding_window")
@@ -136,9 +136,9 @@ def longest_sequence(config: Config | None) -> int | None:
 
 
 def undivided(config: Config | None, num_ranks: int) -> str:
-    """Return what vLLM cannot cut into `num_ranks` parts of a model; empty: nothing, or it is unknown.
+    """Return what prevents vLLM from cutting a model into `num_ranks` parts; empty: nothing, or it is unknown.
 
-    Key-value heads may lie on several ranks each.
+    A key-value head may be replicated on several ranks.
 
     Source: `QKVParallelLinear` and `divide` of vLLM 0.26 to 0.33.
     """
@@ -156,9 +156,9 @@ def undivided(config: Config | None, num_ranks: int) -> str:
 
 
 def unblocked(config: Config | None, size: int, num_ranks: int) -> str:
-    """Return a width of a model's linear layers that blocks of `size` do not divide on each of `num_ranks`.
+    """Return an input width of a linear layer that is not a multiple of `size` on each of `num_ranks`.
 
-    Empty: there is none, or it is unknown. vLLM quantizes what enters a layer in groups of `size`.
+    Empty: there is none, or it is unknown. vLLM quantizes the inputs of a layer in groups of `size`.
     """
     described = _language(config)
     heads, hidden = described.get("num_attention_heads"), described.get("hidden_size")
@@ -176,7 +176,7 @@ def unblocked(config: Config | None, size: int, num_ranks: int) -> str:
 
 
 def uncut(config: Config | None, num_slices: int) -> str:
-    """Return what keeps a pack of a model from being cut into `num_slices`; empty: nothing, or it is unknown."""
+    """Return what prevents cutting a model's packs into `num_slices`; empty: nothing, or it is unknown."""
     described = _language(config)
     if KEEPS_A_STATE in layer_types(described):
         return "cannot cut layers that carry a state from token to token"
@@ -200,7 +200,7 @@ def obstacles(config: Config) -> list[Obstacle]:
     is_inside = language is not config
     if quantized := config.get("quantization_config") or language.get("quantization_config"):
         method = quantized.get("quant_method", "no named method") if isinstance(quantized, dict) else quantized
-        reason = f"quantized ({method}): an optimizer cannot step such weights"
+        reason = f"quantized ({method}): an optimizer cannot update such weights"
         problems.append(Obstacle(reason, "use the unquantized model, in bfloat16"))
     if is_half(config):
         reason = "in float16: gradients would overflow in the trainer's own copy"
@@ -221,9 +221,9 @@ def obstacles(config: Config) -> list[Obstacle]:
 
 
 def contradictions(model: str, config: Config) -> list[Obstacle]:
-    """Return what the files of `model`, if they are here, hold against its configuration or each other.
+    """Return how the local files of `model`, if any, contradict its configuration or each other.
 
-    Names are read, and a few bytes.
+    Only tensor names and a few bytes are read.
     """
     try:
         folder = folder_of(model)
@@ -237,7 +237,7 @@ def contradictions(model: str, config: Config) -> list[Obstacle]:
 
 
 def _unequal_readers(folder: Path) -> Iterator[Obstacle]:
-    """Yield what vLLM and transformers would not read alike."""
+    """Yield files that vLLM and transformers would read differently."""
     if (folder / ADAPTER_CONFIG).is_file():
         error = errors.beside_adapter(ADAPTER_CONFIG)
         yield Obstacle(error.message, error.hint)
@@ -251,24 +251,24 @@ def _unequal_readers(folder: Path) -> Iterator[Obstacle]:
 
 
 def _other_vocabulary(folder: Path, config: Config) -> Iterator[Obstacle]:
-    """Yield that an embedding has other rows than the configuration says; other families may mean it otherwise."""
+    """Yield an embedding whose number of rows is not `vocab_size`, for families where the two must be equal."""
     vocabulary = _language(config).get("vocab_size")
     if config.get("model_type") not in PROVED or not isinstance(vocabulary, int):
         return
     if found := other_rows(folder, vocabulary):
         name, rows = found
         yield Obstacle(
-            f"{name} has {rows:,} rows in its files, and its config.json says vocab_size {vocabulary:,}",
-            f'"vocab_size": {rows} in its config.json, if the files are right',
+            f"{name} has {rows:,} rows in its files, but its config.json says vocab_size {vocabulary:,}",
+            f'set "vocab_size": {rows} in its config.json, if the files are right',
         )
 
 
 def _tied_otherwise(folder: Path) -> Iterator[Obstacle]:
-    """Yield why a model that its configuration ties is not tied in its files."""
+    """Yield why the files of a model do not tie the weights that its configuration ties."""
     if head := lone_head(folder):
         yield Obstacle(
-            f"tied, and stored under the name of its head alone ({head}): vLLM finds no weights for its embedding",
-            "write it anew: transformers loads it, and save_pretrained stores the embedding",
+            f"tied, but stored only under the name of its head ({head}): vLLM finds no weights for its embedding",
+            "save it again: transformers loads it, and save_pretrained stores the embedding",
         )
     elif names := own_head(folder):
         error = errors.own_head(*names)
@@ -303,11 +303,11 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
 
 
 def saving(model: str) -> Iterator[Check]:
-    """Check that checkpoints of a folder can be whole: its tokenizer and its other files are there and readable."""
+    """Check that checkpoints of a folder can be complete: its tokenizer and its other files exist and are readable."""
     folder = paths.expanded(model)
     if not paths.is_folder(folder):
         return
-    name, expected = "Model, saving", f"checkpoints hold what {model} has beside its weights"
+    name, expected = "Model, saving", f"checkpoints contain the other files of {model} beside its weights"
     try:
         files = model_files.source_files(folder)
     except UsageError as error:
@@ -318,7 +318,7 @@ def saving(model: str) -> Iterator[Check]:
 
 
 def tokens(facts: probe.Facts) -> Iterator[Check]:
-    """Yield what training on prompts of the model would meet in its tokens: where a turn ends, and missing rows."""
+    """Check the model's tokens for training: that a turn ends where the server stops, and that all have embeddings."""
     turn, rows = "Model, end of a turn", "Model, vocabulary"
     expected_end = "the token that ends a turn in the chat template ends a sequence for the server"
     expected_rows = "every token of the tokenizer has an embedding"
@@ -332,14 +332,14 @@ def tokens(facts: probe.Facts) -> Iterator[Check]:
         yield skipped(turn, "it has no chat template: prompts are text", expected_end)
     elif not found.end_of_turn:
         yield warned(
-            turn, "its chat template ends a turn with no token of its own", expected_end,
-            "end completions by --stop TEXT, or give the model another chat_template.jinja",
+            turn, "its chat template does not end a turn with a token of its own", expected_end,
+            "end completions with --stop TEXT, or give the model a different chat_template.jinja",
         )  # fmt: skip
     else:
         what = f"{found.end_of_turn} ({found.end_id}) ends a turn"
-        more = "is no eos_token_id: Bridge ends completions there, and a server of the trained model would not"
+        more = "is not an eos_token_id: Bridge ends completions there, but a server of the trained model would not"
         yield judged(
-            turn, found.stops_there, what if found.stops_there else f"{what}, and {more}", expected_end,
+            turn, found.stops_there, what if found.stops_there else f"{what}, but {more}", expected_end,
             f"add {found.end_id} to eos_token_id in its generation_config.json", otherwise="WARN",
         )  # fmt: skip
     if found.num_embeddings is None:
@@ -358,7 +358,7 @@ def sight(config: Config) -> str:
     if "vision_config" not in config:
         return ""
     takes_images = config.get("model_type") in SEEING
-    return "prompts may have images" if takes_images else "trained on text alone, without images"
+    return "prompts may have images" if takes_images else "trained on text only, without images"
 
 
 def _notes(config: Config, mode: str) -> str:

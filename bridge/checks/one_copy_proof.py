@@ -1,6 +1,7 @@
-"""The proof of one copy, on a live server: every claim is tested from both processes, for each part of the weights.
+"""Prove on a live server that there is one copy: every claim is tested from both processes, for each weight shard.
 
-Beside a trainer nothing is written, because it may be computing with the weights: values are compared instead.
+While a trainer is attached nothing is written, because it may be computing with the weights: values are compared
+instead.
 """
 
 import json
@@ -38,16 +39,16 @@ from bridge.weights.rank_parts import digest
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05
-"""Nats. Two healthy engines differ by 0.013 to 0.054 in the mean; with a stale copy they differ by whole nats."""
+"""In nats. Two healthy engines differ by 0.013 to 0.054 in the mean; with a stale copy they differ by whole nats."""
 FP8_LOGPROB_MEAN_LIMIT = 0.2
-"""Nats. FP8 alone moves log-probabilities by some hundredths; with a stale copy they differ by whole nats."""
+"""In nats. FP8 by itself moves log-probabilities by some hundredths; a stale copy moves them by whole nats."""
 SAME_WEIGHTS_LIMIT = FP8_LOGPROB_MEAN_LIMIT
-"""Nats. What both engines may differ by in computing with weights whose checksums are equal, with a warning."""
+"""In nats. With weights whose checksums are equal, the engines may differ by up to this, with a warning."""
 LOGPROBS = "log-probabilities"
 TRIES = 5
 """Retries, because a publication can change versions between two reads."""
 MODULE = "bridge.checks.one_copy_proof"
-"""Runs once for each part of a model, if there are several."""
+"""Module that runs in one process per part of a model, if there are several."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
 
 
@@ -55,7 +56,7 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
     """Attach to the live server and yield one check per claim. The weights are the same afterwards.
 
     Raises:
-        AttachError: there is nothing to attach to, or it refuses.
+        AttachError: there is nothing to attach to, or the server refuses.
         ServerUnreachableError: the server is gone.
     """
     exported = manifest.load(config_path)
@@ -76,9 +77,9 @@ def proofs(
     timeout_s: float,
     adapter: str | None = None,
 ) -> Iterator[Check]:
-    """Yield the same checks of a model that is attached already, in one part or in several; `prepared` is the first.
+    """Yield the checks of `verify` for a model that is already attached, in one or several `parts`.
 
-    It computes with the `adapter` of this name on the server; None: with none.
+    `prepared` is the first part. The server computes with its `adapter` of this name; None: without an adapter.
 
     The log-probabilities of several parts are computed by processes that attach to the manifest at `path`.
     """
@@ -112,15 +113,15 @@ def proofs(
 
 @dataclass(frozen=True)
 class Served:
-    """What one server of a run served at one moment."""
+    """A snapshot of what one server of a run serves."""
 
     version: int
     digests: dict[str, str]
-    """Of every tensor of every rank of it, and of the FP8 made of them."""
+    """Digests of every tensor on every rank, and of the FP8 weights made from them."""
 
 
 def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
-    """Return what a live server serves; it is paused for that time."""
+    """Return what a live server serves; the server is paused meanwhile."""
     exported = manifest.load(config_path)
     with BridgeClient(exported, timeout_s=timeout_s) as client, fence.frozen(client):
         checksums = {
@@ -133,9 +134,9 @@ def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
 
 
 def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> Check:
-    """Check that the servers of one run, by their manifests, serve the same bytes.
+    """Check that the servers of one run, given by their manifests, serve the same bytes.
 
-    All are read at the same time, and again if a trainer published in between.
+    All servers are read concurrently, and again if a trainer published in between.
     """
     expected = "equal checksums of every tensor on all servers"
     for _ in range(TRIES):
@@ -143,7 +144,7 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
         if all(replica.version == first.version for replica in others):
             break
     else:
-        return skipped("replicas", "a trainer published again and again", expected, "run bridge verify again")
+        return skipped("replicas", "a trainer kept publishing", expected, "run bridge verify again")
     for path, replica in zip(paths[1:], others, strict=True):
         names = sorted(first.digests.keys() | replica.digests.keys())
         if different := [name for name in names if first.digests.get(name) != replica.digests.get(name)]:
@@ -169,9 +170,9 @@ def bytes_allocated(attached: AttachedModel) -> Check:
 
 
 def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
-    """Check both ways that one process reads what the other writes, in one element of every parameter.
+    """Check in both directions that one process reads what the other writes, in one element of every parameter.
 
-    The caller holds the fence. Afterwards every element has its old value.
+    The caller holds the fence. Every element has its old value afterwards.
     """
     elements, cells = _middles(attached)
     before = [cell.clone() for cell in cells]
@@ -208,7 +209,7 @@ def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
 
 
 def quantized_weights(attached: AttachedModel, theirs: dict[str, str]) -> Check:
-    """Check that the FP8 which the server serves is the quantization of the weights as this process maps them.
+    """Check that the server's FP8 weights are the quantization of the weights that this process has mapped.
 
     `theirs` has the server's digests. The caller holds the fence.
     """
@@ -219,15 +220,15 @@ def quantized_weights(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     if different:
         found = f"{len(different)} of {len(ours)} served tensors are not the FP8 of the shared ones: {different[0]}"
     expected = "the server's FP8 equals the quantization of the shared weights, tensor by tensor"
-    hint = "publish once more, which makes it again: bridge restore MODEL_OR_CHECKPOINT"
+    hint = "publish the weights again, which quantizes them again: bridge restore MODEL_OR_CHECKPOINT"
     return judged("FP8", not different, found, expected, hint)
 
 
 def logprobs(diffs: torch.Tensor, limit: float = LOGPROB_MEAN_LIMIT, *, have_same_weights: bool = False) -> Check:
-    """Judge the differences of single tokens, whose mean may be `limit` nats.
+    """Judge the log-probability differences of single tokens, whose mean may be up to `limit` nats.
 
-    How far two healthy engines differ depends on the model. If they `have_same_weights`, more than the limit is a
-    warning: it is how they compute, and not what.
+    How far two healthy engines differ depends on the model. If they `have_same_weights`, exceeding the limit is only a
+    warning: the engines compute differently, but with the same weights.
     """
     mean, largest = diffs.mean().item(), diffs.max().item()
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
@@ -240,7 +241,7 @@ def logprobs(diffs: torch.Tensor, limit: float = LOGPROB_MEAN_LIMIT, *, have_sam
 
 
 def unless_updated(check: Check, version: int, after: Status) -> Check:
-    """Return `check`, or a SKIP if it failed while a trainer wrote a later version than `version`, or published one."""
+    """Return `check`, or a SKIP if it failed while a trainer was writing or had published a version after `version`."""
     if check.status == "PASS" or (after.version == version and after.state == "serving"):
         return check
     later = max(after.version, version + 1)
@@ -249,7 +250,7 @@ def unless_updated(check: Check, version: int, after: Status) -> Check:
 
 
 def sample(sampler: Sampler, endpoint: Endpoint, vocab_size: int) -> list[Group]:
-    """Sample completions of random prompts, which depend on the size of the vocabulary alone."""
+    """Sample completions of random prompts, which depend only on the size of the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     prompts = [tuple(row) for row in rows]
@@ -274,7 +275,7 @@ def logprob_diffs(prepared: PreparedModel, groups: list[Group]) -> torch.Tensor:
         for group in groups
         for completion in group.completions
     ]
-    alone = packs(samples, max_tokens=1, device=prepared.model.device)  # so that packing cannot matter
+    alone = packs(samples, max_tokens=1, device=prepared.model.device)  # packing cannot matter
     with torch.no_grad():
         return torch.cat([(prepared.logprobs(part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
 
@@ -282,7 +283,7 @@ def logprob_diffs(prepared: PreparedModel, groups: list[Group]) -> torch.Tensor:
 def diffs_of_parts(
     path: Path, num_parts: int, groups: Sequence[Group], experts: tuple[int, int] | None, *, timeout_s: float
 ) -> torch.Tensor:
-    """Return what `logprob_diffs` does, of the model that the server of the manifest at `path` holds in parts.
+    """Return what `logprob_diffs` returns, for a model that the server of the manifest at `path` holds in parts.
 
     `experts` are as in `RouterReplay.of`.
 
@@ -305,7 +306,7 @@ def diffs_of_parts(
 
 
 def print_diffs_of_part(path: str, rank: str, port: str) -> None:
-    """Compute with the ranks of the other parts what `logprob_diffs` does, from stdin; rank 0 prints it."""
+    """Compute `logprob_diffs` of the groups on stdin together with the ranks of the other parts; rank 0 prints them."""
     os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
     experts, *groups = messages.loads(sys.stdin.buffer.read())
     exported, part = manifest.load(Path(path)), int(rank)

@@ -1,7 +1,7 @@
-"""The probe: a process that answers questions about torch, the driver and a model. It may crash or hang.
+"""The probe: a child process that answers questions about torch, the driver and a model. It may crash or hang.
 
-`python -m bridge.checks.probe MODEL QUESTION...` prints each fact at once: imports are slow, and a crash must not lose
-what was found before it.
+`python -m bridge.checks.probe MODEL QUESTION...` prints each fact immediately: imports are slow, and a crash must not
+lose what was found before it.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ COMPANIONS = ("torchvision",)
 MODEL_CLASSES = ("AutoModelForCausalLM", "AutoTokenizer")
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, NameError, TypeError, ValueError)
 FACTS = '{"probe": '
-"""Start of a line with facts; a library may print others."""
+"""Start of a line with facts; libraries may print other lines."""
 Question = Literal["imports", "cuda", "tokens", "build"]
 
 
@@ -33,31 +33,31 @@ class Gpu(Record):
     """One GPU that this process can use."""
 
     uuid: str
-    """As nvidia-smi prints it."""
+    """UUID as nvidia-smi prints it."""
     name: str
     total_bytes: int
     free_bytes: int | None
     """None: the driver does not report it."""
     error: str | None = None
-    """Why the driver does not report it."""
+    """Why the driver does not report free memory."""
 
 
 class Tokens(Record):
-    """The tokens of a model, as its tokenizer, its chat template and its embedding have them."""
+    """A model's tokens, according to its tokenizer, its chat template and its embedding."""
 
     num_tokens: int
     num_embeddings: int | None
-    """None: the configuration does not say it."""
+    """None: the configuration does not name it."""
     beyond: str
-    """Which tokens have no embedding; empty: all have one."""
+    """Describes the tokens without an embedding; empty: every token has one."""
     chat_is_beyond: bool
-    """Whether every prompt of chat messages has one of them."""
+    """Whether every prompt of chat messages contains a token without an embedding."""
     has_template: bool
     end_of_turn: str
-    """The token that ends a turn in the chat template; empty: none does."""
+    """The token that ends a turn in the chat template; empty: there is none."""
     end_id: int | None
     stops_there: bool
-    """Whether a server of the model stops at it by itself."""
+    """Whether a server of the model stops at that token by itself."""
 
 
 class Facts(Record):
@@ -76,10 +76,10 @@ class Facts(Record):
     imports: dict[str, str | None] = Field(default_factory=dict)
     """Module -> import error; None: it can be imported. Modules that were not reached are missing."""
     unsupported: str = ""
-    """Why the class that transformers has for the model cannot be trained; empty: it can, or this was not asked."""
+    """Why transformers' class for the model cannot be trained; empty: it can be, or the question was not asked."""
     tokens: Tokens | None = None
     trouble: str | None = None
-    """How the child failed, and at what; None: it did not."""
+    """How the child failed, and at which action; None: it did not fail."""
 
     def import_error(self, module: str) -> str | None:
         """Return why `module` cannot be imported; None: it can."""
@@ -87,12 +87,12 @@ class Facts(Record):
 
 
 def ask(*questions: Question, model: str = "") -> Facts:
-    """Ask another process, about `model` if a question needs one. Never raises, whatever state torch is in."""
+    """Ask a child process, about `model` if a question needs one. Never raises, whatever state torch is in."""
     return parse(run_child(MODULE, model, *questions, timeout_s=TIMEOUT_S))
 
 
 def parse(ended: Ended) -> Facts:
-    """Merge the child's lines, one JSON object each; `doing` names what it began last."""
+    """Merge the child's lines, one JSON object each; `doing` names the last action that it began."""
     known: dict[str, Any] = {"imports": {}, "doing": ""}
     for line in ended.stdout.splitlines():
         if line.startswith(FACTS):
@@ -105,7 +105,7 @@ def parse(ended: Ended) -> Facts:
 
 
 def _imports(_model: str) -> None:
-    """Import torch, and transformers with what it imports."""
+    """Import torch, then transformers and the packages that transformers imports."""
     _report(doing="import torch")
     if not try_import("torch"):
         return
@@ -120,11 +120,11 @@ def _imports(_model: str) -> None:
 
 
 def _cuda(_model: str) -> None:
-    """Start CUDA, which may hang or crash: ask for it last."""
+    """Start CUDA, which may hang or crash: make this the last question."""
     try:
         import torch
     except IMPORT_ERRORS:
-        return  # the imports have reported it
+        return  # reported by the question `imports`
     _report(doing="start CUDA")
     if torch.version.cuda is None:
         _report(cuda_error="torch is a CPU build")
@@ -139,7 +139,7 @@ def _cuda(_model: str) -> None:
 
 
 def try_import(name: str, members: tuple[str, ...] = ()) -> bool:
-    """Import `name` and its lazily loaded `members`, report whether that worked, and return it."""
+    """Import `name` and its lazily loaded `members`, and report and return whether that worked."""
     fault = None
     try:
         module = importlib.import_module(name)
@@ -180,7 +180,7 @@ def _describe_gpu(index: int) -> dict[str, Any]:
 
 
 def _build(model: str) -> None:
-    """Build the class of `model` without its weights, and name the tensors of its files."""
+    """Build the class of `model` without weights, and derive the names of the tensors in its files."""
     import torch
 
     from bridge.weights import model_folder, skeleton
@@ -193,7 +193,7 @@ def _build(model: str) -> None:
 
 
 def _tokens(model: str) -> None:
-    """Print what the tokenizer of `model`, its chat template and its embedding have to do with each other."""
+    """Report how the tokenizer of `model`, its chat template and its embedding fit together."""
     from bridge.rollouts import chat_template
     from bridge.rollouts.vocabulary import Vocabulary
     from bridge.weights import skeleton

@@ -2,7 +2,7 @@
 
 vLLM's engine and workers call themselves `VLLM::...`. If the API server is killed with -9, they may keep running and
 hold memory, most of it on a GPU.
-Not covered: proof that both sides compute the same (`one_copy_proof.py`).
+Not covered: the proof that both sides compute the same (`one_copy_proof.py`).
 """
 
 import os
@@ -29,7 +29,7 @@ FOUND, PROCESS, OTHERS, FENCE, WEIGHTS, NUMBERS = (
 START = "bridge serve-vllm --model"
 ENGINE = "VLLM::"
 OWNERS = ("vllm", "bridge", "python")
-"""Any process that can own an engine has one of these in its command line; init has none."""
+"""Words in the command lines of processes that can own an engine; init's command line has none of them."""
 
 
 class Examined(NamedTuple):
@@ -39,7 +39,7 @@ class Examined(NamedTuple):
     path: Path | None = None
     """The manifest that a trainer would use, if there is one."""
     live: Manifest | None = None
-    """Its content, if its server runs on this host."""
+    """The content of that manifest, if its server runs on this host."""
 
 
 def examine(given: Path | None) -> Examined:
@@ -67,7 +67,7 @@ def examine(given: Path | None) -> Examined:
 
 
 def same_versions(manifest: Manifest, here: Mapping[str, str | None]) -> Check:
-    """Check that server and trainer have the same packages: the format of torch's handles is not stable."""
+    """Check that server and trainer have the same package versions: the format of torch's handles is not stable."""
     there = {name: version for name, version in manifest.versions.items() if name in here}
     versions = ", ".join(f"{name} {version}" for name, version in there.items())
     other = [f"{name} {here[name] or '(not installed)'}" for name, version in there.items() if here[name] != version]
@@ -89,7 +89,7 @@ def same_gpu(manifest: Manifest, visible: Collection[str]) -> Check:
 
 
 def others(used: Path | None) -> Iterator[Check]:
-    """Warn about each other manifest on the search path: it would cause trouble if it came first."""
+    """Warn about every other manifest on the search path, which would cause trouble if it came first."""
     clean = "no stale or foreign manifest on the search path"
     for path in dict.fromkeys(path.resolve() for path in manifests.search_path()):
         try:
@@ -99,10 +99,10 @@ def others(used: Path | None) -> Iterator[Check]:
         except ManifestError as error:
             yield warned(OTHERS, error.message, clean, f"rm {path}")
         except OSError as error:
-            hint = f"ls -l {path}; or for server and trainer: export LOGDIR=FOLDER of your own"
+            hint = f"ls -l {path}; or for server and trainer: export LOGDIR=YOUR_OWN_FOLDER"
             yield warned(OTHERS, f"{path}: {error.strerror}", clean, hint)
         else:
-            found = f"{path} belongs to another live server"
+            found = f"{path} belongs to a different live server"
             yield warned(OTHERS, found, "one server on the search path", f"--vllm-config-path {path} to use it")
 
 
@@ -157,7 +157,7 @@ def _fence(client: BridgeClient, manifest: Manifest) -> Check:
         if status.server == manifest.server and status.model == manifest.model:
             return _state(status, expected)
         found = f"another server answers at {manifest.url}: {status.model}, pid {status.server.pid}"
-    hint = f"stop what answers there if it is another server, or use another port: {START} {manifest.model} --port PORT"
+    hint = f"stop the process that answers there, or use a different port: {START} {manifest.model} --port PORT"
     return failed(FENCE, found, expected, hint)
 
 
@@ -185,12 +185,12 @@ def _numbers(client: BridgeClient, manifest: Manifest) -> Check:
 
 
 class Process(NamedTuple):
-    """One process, as far as this user can see it."""
+    """One process, as far as this user may see it."""
 
     pid: int | None
     """None: a process of another user or container."""
     command: str = ""
-    """Its command line; for an engine, its title; empty if it cannot be read."""
+    """Its command line, or the title of an engine; empty if unreadable."""
     ancestors: tuple[int, ...] = ()
     """The processes that started or adopted it, nearest first."""
 
@@ -199,7 +199,7 @@ class Process(NamedTuple):
 
 
 def listening() -> dict[int, int | None]:
-    """Return the TCP ports that are listened on, with the pid of the listener; None: another user's or container's."""
+    """Return the TCP ports with a listener, and its pid; None: the listener is another user's or container's."""
     taken: dict[int, int | None] = {}
     for connection in psutil.net_connections(kind="tcp"):
         if connection.laddr and connection.status == psutil.CONN_LISTEN:
@@ -208,7 +208,7 @@ def listening() -> dict[int, int | None]:
 
 
 def describe(pid: int | None) -> Process:
-    """Return what can be known about the process `pid`; a long command line is cut."""
+    """Return what is known about the process `pid`; a long command line is shortened."""
     if pid is None:
         return Process(pid=None)
     try:
@@ -241,14 +241,14 @@ def port(number: int, server_pid: int | None, others: Mapping[int, str] = Mappin
         return failed(name, "taken by another user's process, or another container's", expected, hint)
     if ours := next((words for pid, words in others.items() if pid in pids), None):
         found = f"taken by a server of Bridge that was started elsewhere, pid {listener.pid}"
-        return warned(name, found, expected, f"to use that one: {ours}; to start another one: {hint}")
+        return warned(name, found, expected, f"to use that server: {ours}; to start a new one: {hint}")
     return failed(
         name, f"taken by {listener}", expected, f"{hint}, or stop that process if it is yours: kill {listener.pid}"
     )
 
 
 def running() -> Iterator[Process]:
-    """Yield every process whose command line is readable, with its parent."""
+    """Yield every process with a readable command line, and its parent."""
     for process in psutil.process_iter(["ppid", "cmdline"]):
         if process.info["cmdline"]:
             yield Process(process.pid, " ".join(process.info["cmdline"]), (process.info["ppid"],))
@@ -268,7 +268,7 @@ def engines_have_servers(processes: Iterable[Process]) -> Check:
 
 
 def _is_owned(engine: Process, by_pid: Mapping[int | None, Process]) -> bool:
-    """Follow the parents to the first one that is not an engine process."""
+    """Return whether the nearest ancestor that is not an engine process can own an engine."""
     parent: Process | None = engine
     while parent and parent.command.startswith(ENGINE):
         parent = by_pid.get(parent.ancestors[0])

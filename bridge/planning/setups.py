@@ -1,4 +1,4 @@
-"""The setups that `bridge plan` considers, the most precise first, how each fits, and its command."""
+"""The setups that `bridge plan` considers, most precise first, with how each fits and its command."""
 
 import shlex
 from collections.abc import Collection, Mapping
@@ -21,8 +21,8 @@ SETUPS = tuple(
     for name, spec in OPTIMIZERS.items()
     if spec.has_master == has_master and (spec.can_offload or not offloaded)
 )
-"""Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
-alone; then a state on the GPU before one on the host."""
+"""Exact float32 masters come before rounded weights; then clipping by the norm of all gradients before stepping each
+parameter separately; then state on the GPU before state on the host."""
 ANOTHER_GPU = "cuda:1"
 TRAINERS: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, SETUPS),
@@ -30,7 +30,7 @@ TRAINERS: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "none", "trainer_device": "auto"}, SETUPS),
     ({"mode": "none", "trainer_device": ANOTHER_GPU}, SETUPS),
 )
-"""Mode and device of the trainer, with the setups there."""
+"""Mode and device of the trainer, each with its setups."""
 VARIED = {field for trainer, ways in TRAINERS for choices in (trainer, *ways) for field in choices}
 
 
@@ -54,22 +54,22 @@ class Row:
     lacking_gib: float  # missing on the GPU or in host memory; 0: it fits
     weights_gib: float  # vLLM's weights and the trainer's own, on one device or two
     gradients_gib: float  # as many gradients as exist at once, in bf16
-    sums_gib: float  # what float32 sums would add; 0: an update has too few micro-batches for them
+    sums_gib: float  # added by float32 sums; 0: an update has too few micro-batches for them
     state_gib: float
-    host_gib: float  # of all replicas: the optimizer's state, and all that a trainer on the host holds
+    host_gib: float  # of all replicas: the optimizer's state, and everything that a trainer on the CPU holds
     activations_gib: float  # of the smallest micro-batch worth training with, recomputed layer by layer
     rest_gib: float  # contexts, vLLM's buffers and graphs, and temporaries
     kv_awake_gib: float  # left for a KV cache that is always awake
-    kv_asleep_gib: float | None  # left for one that sleeps while training; None: this mode does not allow it
-    kv_tokens: int  # of the KV cache of the verdict
+    kv_asleep_gib: float | None  # left for a KV cache that sleeps while training; None: the mode does not allow it
+    kv_tokens: int  # size of the verdict's KV cache
 
 
 def plan_rows(
     size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str], num_gpus: int, num_parts: int
 ) -> list[Row]:
-    """Return every setup in one of `modes` that agrees with the choices given in `config`, the most precise first.
+    """Return every setup in one of `modes` that agrees with the choices given in `config`, most precise first.
 
-    `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
+    `config.gpus` servers have `num_gpus` GPUs each; if `num_parts` is more than 1, the weights are trained in place.
     """
     given = {key: value for key, value in sorted(config.given().items()) if key in VARIED}
     setups = [{**trainer, **way} for trainer, ways in TRAINERS if trainer["mode"] in modes for way in ways]
@@ -89,19 +89,19 @@ def plan_rows(
         rows.append(_row(need, chosen, limits, setup.publishing.kv_sleep))
     if not rows:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
-        raise UsageError(f"no setup has all of {flags}", hint="omit one of these flags")
+        raise UsageError(f"no setup matches all of {flags}", hint="omit one of these flags")
     return rows
 
 
 def _agree(choices: Choices, field: str, value: Any) -> bool:
-    """Return whether `choices` leave the field open or have this value; all devices but vLLM's count as one."""
+    """Return whether `choices` leave the field open or have this value; all devices other than vLLM's count as one."""
     if field == "trainer_device":
         return (value in SERVERS_GPU) == (choices.get(field, "auto") in SERVERS_GPU)
     return bool(choices.get(field, value) == value)
 
 
 def _row(need: Need, choices: Choices, limits: Limits, kv_sleep: str) -> Row:
-    """Return how the setup of these choices fits, which needs so much."""
+    """Return how the setup with these `choices` and this `need` fits into the `limits`."""
     least_kv = limits.kv_tokens * need.kv_per_token
     fit = memory.fit(need, least_kv=least_kv, kv_sleep=kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
@@ -129,7 +129,7 @@ def _row(need: Need, choices: Choices, limits: Limits, kv_sleep: str) -> Row:
 
 
 def command(row: Row, size: ModelSize, serve: ServeConfig, given: Choices, sequence_tokens: int) -> str:
-    """Return the command that trains as in `row`, with every other choice that was `given`.
+    """Return the command that trains with the setup of `row` and every other choice that was `given`.
 
     `sequence_tokens` are those of a prompt and its completion.
     """

@@ -193,6 +193,6 @@ def test_hanging_driver_fails_the_trial() -> None:
     assert (check.status, "time limit" in check.found) == ("FAIL", True)
 
 
-def test_trial_uses_a_type_of_manifests_that_holds_the_mark() -> None:
+def test_trial_dtype_is_in_manifests_and_holds_the_mark() -> None:
     assert TypeAdapter(Dtype).validate_python(hardware.DTYPE) == hardware.DTYPE
     assert torch.tensor(MARK, dtype=getattr(torch, hardware.DTYPE)).item() == MARK

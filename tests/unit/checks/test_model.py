@@ -74,7 +74,7 @@ def test_unshareable_model_names_other_modes() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(INSIDE))
-def test_model_with_a_tower_is_trained_in_place_alone(family: str) -> None:
+def test_model_with_a_tower_is_trained_only_in_place(family: str) -> None:
     config = FAMILIES[family]()
     named = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}{model.INSIDE}"]}
     assert statuses(named) == {SHARED: "PASS", LORA: "WARN", NONE: "WARN"}
@@ -84,7 +84,7 @@ def test_model_with_a_tower_is_trained_in_place_alone(family: str) -> None:
 def test_doctor_names_models_that_take_images(family: str) -> None:
     config = FAMILIES[family]().to_dict()
     shared, *others = model.modes("a model", config)
-    expected = "prompts may have images" if config["model_type"] in SEEING else "trained on text alone, without images"
+    expected = "prompts may have images" if config["model_type"] in SEEING else "trained on text only, without images"
     assert f"its configuration allows it; {expected}" in shared.found
     assert not any("images" in check.found for check in others)
 
@@ -122,7 +122,7 @@ def test_model_is_built_by_a_child_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [{"text_config": "llama"}, {"text_config": [1]}, {"dtype": {"": "float16"}}])
-def test_odd_values_are_no_obstacle(odd: dict[str, Any]) -> None:
+def test_odd_values_are_not_an_obstacle(odd: dict[str, Any]) -> None:
     assert statuses({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | odd) == dict.fromkeys(
         MODES, "PASS"
     )
@@ -296,7 +296,7 @@ def test_two_sets_of_weights_are_refused_unless_they_are_equal(
         (single, "heads.safetensors", "other."),
     ],
 )
-def test_weights_that_nobody_mixes_up_are_no_second_set(
+def test_unused_extra_weights_are_not_a_second_set(
     write: Callable[[Path], Path], file: str, prefix: str, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m")
@@ -304,7 +304,7 @@ def test_weights_that_nobody_mixes_up_are_no_second_set(
     assert refusal(folder) is None
 
 
-def test_files_are_compared_that_transformers_loads(tmp_path: Path) -> None:
+def test_compared_files_are_those_that_transformers_loads(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m")
     before = load_file(folder / "model-00001-of-00002.safetensors")
     name = "model.embed_tokens.weight"
@@ -314,7 +314,7 @@ def test_files_are_compared_that_transformers_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [single, sharded])
-def test_an_adapter_beside_a_whole_model_is_refused(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_adapter_beside_a_full_model_is_refused(write: Callable[[Path], Path], tmp_path: Path) -> None:
     folder = write(tmp_path / "m")
     base = AutoModelForCausalLM.from_pretrained(folder)
     get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(folder)
@@ -328,14 +328,14 @@ def test_an_adapter_beside_a_whole_model_is_refused(write: Callable[[Path], Path
 
 @pytest.mark.parametrize("config", [tiny.llama(), tiny.qwen2()])
 @pytest.mark.parametrize("vocabulary", [tiny.VOCABULARY - 1, tiny.VOCABULARY + 19])
-def test_an_embedding_of_another_size_is_refused(config: PretrainedConfig, vocabulary: int, tmp_path: Path) -> None:
+def test_embedding_of_a_different_size_is_refused(config: PretrainedConfig, vocabulary: int, tmp_path: Path) -> None:
     folder = tiny.write(config, tmp_path / "m")
     document = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**document, "vocab_size": vocabulary}))
     error = refusal(folder)
     assert error is not None
-    assert f"has 301 rows in its files, and its config.json says vocab_size {vocabulary}" in error.message
-    assert error.hint.startswith('"vocab_size": 301 in its config.json')
+    assert f"has 301 rows in its files, but its config.json says vocab_size {vocabulary}" in error.message
+    assert error.hint.startswith('set "vocab_size": 301 in its config.json')
 
 
 def test_files_without_an_embedding_or_a_head_are_not_read(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_tied_model_without_its_embedding_is_refused(is_tied: bool, tmp_path: 
     error = refusal(folder)
     assert (error is not None) == is_tied  # vLLM and transformers report that an untied one lacks a tensor
     if error is not None:
-        assert "stored under the name of its head alone (lm_head.weight)" in error.message
+        assert "stored only under the name of its head (lm_head.weight)" in error.message
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud83d", "a/" * 3000, "o/" + "x" * 300], ids=range(5))
@@ -372,7 +372,7 @@ def test_a_name_that_no_model_can_have_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError, KeyError, RuntimeError, AssertionError])
-def test_whatever_a_tokenizer_raises_is_one_line(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+def test_any_tokenizer_error_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error("sentencepiece is missing")
 
@@ -407,7 +407,7 @@ def test_tokens_are_read_by_a_child_process(tmp_path: Path) -> None:
     assert facts.tokens is not None
     end_id = facts.tokens.end_id
     assert (turn.status, rows.status) == ("WARN", "PASS")
-    assert turn.found.startswith(f"<|im_end|> ({end_id}) ends a turn, and is no eos_token_id")
+    assert turn.found.startswith(f"<|im_end|> ({end_id}) ends a turn, but is not an eos_token_id")
     assert turn.hint == f"add {end_id} to eos_token_id in its generation_config.json"
     few = [*model.tokens(probe.ask("tokens", model=model_folder(tmp_path / "few", missing=2)))]
     assert "2 tokens of the tokenizer are beyond the model's" in few[1].found

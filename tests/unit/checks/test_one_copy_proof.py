@@ -131,7 +131,7 @@ def test_marks_are_put_back_if_the_server_fails(server: ToyServer, attached: Att
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
-def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: AttachedModel) -> None:
+def test_nothing_is_written_while_a_trainer_is_attached(server: ToyServer, attached: AttachedModel) -> None:
     before, total = copied(server), len(server.manifest.shards[0].param_mappings)
 
     class ReadOnly(FakeClient):
@@ -156,7 +156,7 @@ def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: Attach
         ("FAIL", 3, "paused", "SKIP"),  # a trainer has begun to write version 4
     ],
 )
-def test_an_update_meanwhile_is_no_failure(status: Any, after: int, state: Any, outcome: str) -> None:
+def test_concurrent_update_is_not_a_failure(status: Any, after: int, state: Any, outcome: str) -> None:
     check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", hint="attach again")
     served = Status(model="m", version=after, state=state, server=ProcessIdentity.current())
     judged = one_copy_proof.unless_updated(check, 3, served)
@@ -298,7 +298,9 @@ def test_replicas_that_differ_are_named() -> None:
     assert "tensors of z differ" in one_copy_proof.replicas([*missing], missing.__getitem__).found
 
 
-def test_replicas_are_compared_in_their_fp8(monkeypatch: pytest.MonkeyPatch, server: ToyServer, tmp_path: Path) -> None:
+def test_fp8_weights_of_replicas_are_compared(
+    monkeypatch: pytest.MonkeyPatch, server: ToyServer, tmp_path: Path
+) -> None:
     digested = {False: {"w": "1"}, True: {"w": "f"}}
     monkeypatch.setattr(BridgeClient, "digests", lambda *_, quantized: digested[quantized])
     monkeypatch.setattr(BridgeClient, "status", lambda _: SimpleNamespace(version=3))
@@ -321,7 +323,7 @@ def test_replicas_are_compared_at_one_version() -> None:
     published = 99
     check = one_copy_proof.replicas([Path("x"), Path("y")], look)
     assert check.status == "SKIP"
-    assert "again and again" in check.found
+    assert "kept publishing" in check.found
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -357,7 +359,7 @@ def test_fp8_is_compared_with_the_shared_weights(server: ToyServer, attached: At
         (math.nan, True, "FAIL"),
     ],
 )
-def test_engines_of_the_same_weights_may_differ(mean: float, have_same_weights: bool, expected: str) -> None:
+def test_engines_with_the_same_weights_may_differ(mean: float, have_same_weights: bool, expected: str) -> None:
     check = one_copy_proof.logprobs(torch.full((3,), mean), have_same_weights=have_same_weights)
     assert check.status == expected
     assert ("with equal checksums" in check.found) == (expected == "WARN")

@@ -25,7 +25,7 @@ def test_facts_survive_a_later_crash() -> None:
     assert (facts.import_error("torch"), facts.import_error("transformers")) == (None, crash)
 
 
-def test_imports_add_up() -> None:
+def test_import_reports_are_merged() -> None:
     facts = probed({"imports": {"torch": None}}, {"imports": {"transformers": "ImportError: x"}})
     assert facts.imports == {"torch": None, "transformers": "ImportError: x"}
     assert facts.trouble is None

@@ -110,12 +110,12 @@ def test_server_that_does_not_answer_fails(played: PlayedServer) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "<html>", '{"state": "serving"}'])
-def test_server_without_our_routes_is_another_one(answer: str, played: PlayedServer) -> None:
+def test_server_without_bridges_routes_fails(answer: str, played: PlayedServer) -> None:
     played.status = answer
     assert statuses(server.answers(played.manifest())) == ["PASS", "FAIL"]
 
 
-def test_server_with_another_identity_is_another_one(played: PlayedServer) -> None:
+def test_server_with_a_different_identity_fails(played: PlayedServer) -> None:
     health, fence = server.answers(played.manifest(token="old"))
     assert (health.status, fence.status, "old" in fence.found) == ("PASS", "FAIL", False)
     for changes in ({"model": "other"}, {"server": dead_server()}):
@@ -141,7 +141,7 @@ def test_torn_fence_fails_with_the_checkpoint_to_restore(played: PlayedServer, t
     assert status_with(played).hint == f"bridge restore '{saved}'"
 
 
-def test_paused_fence_is_warned_of(played: PlayedServer) -> None:
+def test_paused_fence_causes_a_warning(played: PlayedServer) -> None:
     assert status_with(played, state="paused", holder=dead_holder()).status == "WARN"
     assert status_with(played, holder=None).status == "WARN"
     assert status_with(played, holder=Holder.current(), writes="nothing").found.endswith("which reads")
@@ -153,7 +153,7 @@ def test_trainer_of_the_server_is_named(played: PlayedServer) -> None:
     assert fence.found.endswith(f", updated by pid {os.getpid()} (run runs/first)")
 
 
-def test_shared_files_that_open_whole_pass() -> None:
+def test_complete_shared_files_pass() -> None:
     descriptor = os.memfd_create("weights")
     os.truncate(descriptor, 64)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -184,7 +184,7 @@ def written(folder: Path, **changes: object) -> Path:
     return path
 
 
-def test_no_manifest_is_no_fault_before_a_server_starts() -> None:
+def test_missing_manifest_is_skipped_before_a_server_starts() -> None:
     examined = server.examine(None)
     assert (statuses(examined.checks), examined.path) == (["SKIP"], None)
     assert "no server yet" in examined.checks[0].found
@@ -241,13 +241,13 @@ def test_servers_gpu_has_to_be_visible(visible: list[str], status: str) -> None:
     assert server.same_gpu(manifest(), []).status == "PASS"
 
 
-def test_other_versions_than_the_servers_are_warned_of() -> None:
+def test_versions_that_differ_from_the_servers_cause_a_warning() -> None:
     assert server.same_versions(manifest(), VERSIONS).status == "PASS"
     check = server.same_versions(manifest(), VERSIONS | {"torch": "2.11.0"})
     assert (check.status, "torch 2.11.0" in check.found) == ("WARN", True)
 
 
-def test_other_manifests_are_warned_of(tmp_path: Path, only_this_folder: Path) -> None:
+def test_other_manifests_cause_a_warning(tmp_path: Path, only_this_folder: Path) -> None:
     used, folder = written(only_this_folder), tmp_path / "default"
     assert list(server.others(used)) == []
     stale = written(folder, server=dead_server())
@@ -255,7 +255,7 @@ def test_other_manifests_are_warned_of(tmp_path: Path, only_this_folder: Path) -
     assert (check.status, check.hint) == ("WARN", f"rm {stale}")
     written(folder)
     (check,) = server.others(used)
-    assert (check.status, "another live server" in check.found) == ("WARN", True)
+    assert (check.status, "a different live server" in check.found) == ("WARN", True)
     stale.write_text(json.dumps({"ipc_handles": {}}))
     assert statuses(server.others(used)) == ["WARN"]
 
@@ -276,7 +276,7 @@ WORKER = Process(12, "VLLM::Worker", (11,))
         ([INIT, ENGINE, WORKER], "WARN"),
     ],
 )
-def test_engine_without_a_server_is_warned_of(processes: list[Process], status: str) -> None:
+def test_engine_without_a_server_causes_a_warning(processes: list[Process], status: str) -> None:
     check = server.engines_have_servers(processes)
     assert check.status == status
     assert len(processes) != 3 or check.hint == "if they are yours: kill 11 12"

@@ -131,7 +131,7 @@ def test_packages_that_are_missing_or_old_are_named() -> None:
 
 
 @pytest.mark.parametrize("wins", [True, False])
-def test_a_clone_in_this_folder_is_warned_of_if_it_hides_us(
+def test_clone_that_shadows_bridge_causes_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, wins: bool
 ) -> None:
     (tmp_path / "bridge" / "docs").mkdir(parents=True)
@@ -140,7 +140,7 @@ def test_a_clone_in_this_folder_is_warned_of_if_it_hides_us(
     assert (check.status, "make setup" in (check.hint or "")) == (("PASS", False) if wins else ("WARN", True))
 
 
-def test_package_of_our_names_in_this_folder_is_warned_of(tmp_path: Path) -> None:
+def test_package_that_shadows_bridge_causes_a_warning(tmp_path: Path) -> None:
     assert software.nothing_shadows(tmp_path).status == "PASS"
     (tmp_path / "bridge.py").touch()
     check = software.nothing_shadows(tmp_path)
@@ -151,7 +151,7 @@ def test_package_of_our_names_in_this_folder_is_warned_of(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("may_write", "is_there", "status"), [(True, False, "PASS"), (False, True, "PASS"), (False, False, "WARN")]
 )
-def test_packages_that_are_compiled_at_every_start_are_warned_of(
+def test_packages_without_bytecode_cause_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, may_write: bool, is_there: bool, status: str
 ) -> None:
     source = tmp_path / "large" / "__init__.py"
@@ -167,7 +167,7 @@ def test_packages_that_are_compiled_at_every_start_are_warned_of(
     assert software.bytecode_kept("nowhere").status == "SKIP"
 
 
-def test_a_folder_that_cannot_be_written_keeps_no_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_folder_keeps_no_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

@@ -82,7 +82,7 @@ def test_released_gradient_is_held_three_times_on_several_gpus() -> None:
     assert shared.state == alone.state / 2
 
 
-def test_second_copy_of_a_split_server_is_whole() -> None:
+def test_second_copy_of_a_sharded_server_is_not_sharded() -> None:
     shared, copy = need_of("7B", num_ranks=2), need_of("7B", mode="none", num_ranks=2)
     assert (shared.served, shared.own, shared.state) == (PARAMETERS["7B"], 0, 5 * PARAMETERS["7B"])
     assert (copy.served, copy.own, copy.state) == (PARAMETERS["7B"], 2 * PARAMETERS["7B"], 10 * PARAMETERS["7B"])
@@ -170,7 +170,7 @@ def test_lacking_bytes_would_make_it_fit() -> None:
     assert fit(need_of("14B", optimizer="adamw", gpu_bytes=need.gpu + lacking - GIB)).lacking > 0
 
 
-def test_kv_sleep_is_obeyed_where_the_cache_can_sleep() -> None:
+def test_kv_sleep_is_obeyed_if_the_cache_can_sleep() -> None:
     assert fit(need_of("7B"), kv_sleep="always").asleep
     assert not fit(need_of("7B", mode="none"), kv_sleep="always").asleep
     assert fit(need_of("7B"), kv_sleep="always").kv > fit(need_of("7B"), kv_sleep="never").kv
@@ -282,7 +282,7 @@ def test_offloaded_activations_are_planned_in_host_memory() -> None:
     assert need_of("7B", max_new_tokens=131_072, gradient_checkpointing=False).offloaded == 0
 
 
-def test_a_host_without_the_room_is_not_planned_with() -> None:
+def test_activations_are_not_planned_on_a_host_without_room() -> None:
     """A run then keeps it on the GPU; with the flag, the plan follows the flag."""
     choices: dict[str, Any] = {"max_new_tokens": 131_072, "offload_optimizer": True}
     on_device, on_host = (need_of("7B", activation_offload=chosen, **choices) for chosen in (False, True))

@@ -41,7 +41,7 @@ def weights(path: Path, *shapes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
-def test_dense_model_is_counted_to_the_last_parameter(size: str, tmp_path: Path) -> None:
+def test_dense_model_is_counted_exactly(size: str, tmp_path: Path) -> None:
     counted = ModelSize.of(folder_of(qwen2(size), tmp_path / "m"))
     assert (counted.num_params, counted.exact, counted.max_tokens) == (PARAMETERS[size], False, 32768)
 
@@ -68,7 +68,7 @@ def test_layers_without_experts_are_dense() -> None:
     assert none.num_params < half.num_params < first.num_params < Dimensions.of(QWEN3_30B_A3B).num_params
 
 
-def test_transformers_model_has_as_many_parameters() -> None:
+def test_count_equals_that_of_the_transformers_model() -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -80,7 +80,7 @@ def test_transformers_model_has_as_many_parameters() -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen3.5 (text)", "Qwen3-Next", "GLM-4.5"])
-def test_unusual_layers_have_as_many_parameters(family: str) -> None:
+def test_count_of_unusual_layers_lacks_only_small_norms(family: str) -> None:
     """Exact but for small norms: those of heads and states."""
     from transformers import AutoModelForCausalLM
 
@@ -89,17 +89,17 @@ def test_unusual_layers_have_as_many_parameters(family: str) -> None:
     assert 0 <= counted - Dimensions.of(config.to_dict()).num_params < 1_000
 
 
-def test_layers_follow_from_their_interval() -> None:
+def test_layer_types_follow_from_the_attention_interval() -> None:
     """As in the configuration of Qwen3-Next."""
     kinds = layer_types({"full_attention_interval": 4, "num_hidden_layers": 8})
     assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * 2
 
 
-def test_adapter_has_as_many_parameters_as_pefts() -> None:
+def test_adapter_is_counted_as_pefts() -> None:
     assert 16 * Dimensions.of(qwen2("7B")).adaptable == 40_370_176
 
 
-def test_experts_have_as_many_parameters_as_their_adapter() -> None:
+def test_adapter_of_experts_is_counted() -> None:
     """Qwen3-30B-A3B: 1.5 GiB in bf16 at rank 16."""
     widths = Dimensions.of({
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 48,
@@ -130,7 +130,7 @@ def test_missing_file_of_an_index_makes_an_estimate(tmp_path: Path) -> None:
     assert ModelSize.of(folder).num_params == 12
 
 
-def test_language_model_of_several_parts_is_planned(tmp_path: Path) -> None:
+def test_language_model_inside_a_larger_model_is_planned(tmp_path: Path) -> None:
     document = {"model_type": "sees", "text_config": qwen2("7B"), "vision_config": {}, "tie_word_embeddings": True}
     folder = folder_of(document, tmp_path / "m")
     assert ModelSize.of(folder).num_params == Dimensions.of(qwen2("7B") | {"tie_word_embeddings": True}).num_params
@@ -146,18 +146,18 @@ def test_language_model_of_several_parts_is_planned(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"model_type": "gpt_neox"}, "'gpt_neox' model cannot be derived"),
-        ({"hidden_size": None}, "dimensions are no numbers"),
+        ({"hidden_size": None}, "dimensions are not numbers"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
         ({"global_head_dim": 512}, "heads of several sizes"),
         ({"layer_types": ["full_attention", "mamba"]}, "layers of mamba"),
-        ({"layer_types": 28}, "dimensions are no numbers"),
-        ({"layer_types": [["full_attention"]]}, "dimensions are no numbers"),
+        ({"layer_types": 28}, "dimensions are not numbers"),
+        ({"layer_types": [["full_attention"]]}, "dimensions are not numbers"),
         ({"layer_types": [None, "full_attention"]}, "layers of None"),
-        ({"full_attention_interval": "4"}, "dimensions are no numbers"),
+        ({"full_attention_interval": "4"}, "dimensions are not numbers"),
         ({"full_attention_interval": 4}, "linear_num_key_heads"),
-        ({"full_attention_interval": 4, "num_hidden_layers": None}, "dimensions are no numbers"),
-        ({"vocab_size": None}, "dimensions are no numbers"),
-        ({"text_config": "qwen2", "hidden_size": None}, "dimensions are no numbers"),
+        ({"full_attention_interval": 4, "num_hidden_layers": None}, "dimensions are not numbers"),
+        ({"vocab_size": None}, "dimensions are not numbers"),
+        ({"text_config": "qwen2", "hidden_size": None}, "dimensions are not numbers"),
     ],
 )
 def test_uncountable_model_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
