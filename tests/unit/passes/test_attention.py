@@ -81,7 +81,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def long_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let a single sequence go to cuDNN's kernel, with torch's for the CPU in its place; return their lengths."""
+    """Replace cuDNN's kernel for single sequences by torch's CPU kernel; return the list of lengths that it got."""
     lengths = list[int]()
 
     def backend(_: object) -> Any:
@@ -102,8 +102,8 @@ def long_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def tiny(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = copy.deepcopy(config)  # others are made of it, too
-    config.initializer_range = 0.5  # otherwise attention would hardly matter
+    config = copy.deepcopy(config)  # other tests use it, too
+    config.initializer_range = 0.5  # otherwise attention would barely matter
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -127,7 +127,7 @@ def gradients(model: PreTrainedModel, hidden: Tensor) -> list[Tensor]:
     trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
     return list(
         torch.autograd.grad((hidden * weights).sum(), trained, materialize_grads=True)
-    )  # otherwise an idle expert fails
+    )  # otherwise an expert without tokens fails
 
 
 def assert_same(ours: Tensor, expected: Tensor, model: PreTrainedModel) -> None:
@@ -137,7 +137,7 @@ def assert_same(ours: Tensor, expected: Tensor, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_sequences_equal_each_sequence_alone(family: str) -> None:
+def test_packed_sequences_match_separate_sequences(family: str) -> None:
     model = tiny(FAMILIES[family])
     expected = alone(model)
     model.set_attn_implementation(attention.NAME)
@@ -152,7 +152,7 @@ def test_transformers_attention_separates_by_positions(family: str) -> None:
     assert_same(packed(PreparedModel(model), tokens(), LENGTHS), expected, model)
 
 
-def test_no_mask_of_tokens_by_tokens_is_ever_made() -> None:
+def test_attention_never_builds_a_tokens_by_tokens_mask() -> None:
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -171,7 +171,7 @@ def test_no_mask_of_tokens_by_tokens_is_ever_made() -> None:
     assert largest < 2000 * 2000 / 10
 
 
-def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
+def test_without_boundaries_each_row_is_one_sequence() -> None:
     model = tiny(FAMILIES["mistral, by a window"])
     ids = tokens()[:20].reshape(2, 10)
     expected = model(input_ids=ids, use_cache=False).logits
@@ -183,7 +183,7 @@ def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
     "choices", [{"attention_mask": torch.ones(1, 1, 3, 3)}, {"position_bias": torch.ones(3, 3)}, {"dropout": 0.1},
               {"is_causal": False}],
 )  # fmt: skip
-def test_unsupported_attention_is_refused_with_the_layers_name(choices: dict[str, Any]) -> None:
+def test_unsupported_attention_is_refused_naming_the_layer(choices: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 3, 8)
     with pytest.raises(UnsupportedModelError, match=r"the attention of Identity needs a mask, a bias"):
         attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | choices))
@@ -198,19 +198,19 @@ def test_a_cache_is_refused() -> None:
 @pytest.mark.parametrize(
     "lengths", [(5,), (4, 4, 4), (9, 8, 7), (1, 9, 1, 9), (3, 2, 1) * 20, (*range(40, 0, -1),), (6,) * 50]
 )
-def test_blocks_keep_the_order_with_little_padding(lengths: tuple[int, ...]) -> None:
+def test_blocks_keep_sequence_order_and_limit_padding(lengths: tuple[int, ...]) -> None:
     blocks = list(attention.similar((length, length) for length in lengths))
     assert tuple(span[1] for span in itertools.chain(*blocks)) == lengths
     assert all(min(block)[1] >= attention.LEAST_FILLED * max(block, key=lambda span: span[1])[1] for block in blocks)
 
 
-def test_many_sequences_of_one_length_are_one_block() -> None:
+def test_sequences_of_equal_length_share_one_block() -> None:
     spans = [(7, 7)] * 100 + [(6, 6)] * 100
     assert list(attention.similar(spans)) == [spans[:100], spans[100:]]
 
 
 def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return the hidden states of sequences that share prompts, and of each sequence alone.
+    """Return the hidden states of sequences that share prompts, and those of the same sequences run separately.
 
     Prompts have several lengths, and one, few or many completions, short and long.
     """
@@ -250,7 +250,7 @@ def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_completions_sharing_a_prompt_equal_each_alone(family: str) -> None:
+def test_completions_sharing_a_prompt_match_separate_sequences(family: str) -> None:
     model = tiny(FAMILIES[family])
     ours, expected = shared(model)
     assert_same(ours, expected, model)
@@ -274,7 +274,7 @@ def test_compiled_layers_share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(ours, expected, model)
 
 
-def test_gradients_of_a_shared_prompt_add_up_in_float32() -> None:
+def test_gradients_of_a_shared_prompt_are_summed_in_float32() -> None:
     keys = torch.randn(4, 1, 8).bfloat16().requires_grad_()
     positions = torch.arange(4).repeat(1000)
     attention._gathered(keys, positions).backward(torch.full((4000, 1, 8), 1 / 256, dtype=torch.bfloat16))
@@ -284,7 +284,7 @@ def test_gradients_of_a_shared_prompt_add_up_in_float32() -> None:
 
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral, by a window", "gemma 3", "gpt 2"])
-def test_the_kernel_gets_boundaries_window_scale_and_groups(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_receives_boundaries_window_scale_and_groups(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -302,7 +302,7 @@ def test_the_kernel_gets_boundaries_window_scale_and_groups(family: str, monkeyp
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma 3", "gpt 2", "mistral, by a window"])
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_one_long_sequence_goes_to_cudnn_where_no_window_is_shorter(
+def test_long_sequence_uses_cudnn_unless_a_window_is_shorter(
     family: str, compiles: bool, long_lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
@@ -330,13 +330,13 @@ def _kinds(model: PreTrainedModel) -> list[str]:
 
 
 @pytest.mark.parametrize("wanted", ["cudnn", "flash"])
-def test_a_kernel_is_refused_without_a_gpu(wanted: str) -> None:
+def test_requested_kernel_is_refused_without_a_gpu(wanted: str) -> None:
     with pytest.raises(UsageError, match=f"--attention {wanted} cannot be used: .* runs only on a GPU"):
         kernels.choose(tiny(FAMILIES["qwen2"]), wanted)
 
 
 def of_heads(size: int) -> Mock:
-    """Return a model on a GPU with heads of this size."""
+    """Return a model that claims to be on a GPU, with heads of this size."""
     model = Mock(device=torch.device("cuda"))
     model.config.get_text_config.return_value = Qwen3Config(**SIZES, head_dim=size)
     return model
@@ -367,10 +367,10 @@ def test_reasons_against_a_kernel_are_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("_no_choice")
-def test_another_model_of_the_process_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_model_in_the_process_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = of_heads(64)
     monkeypatch.setattr(kernels, "_error", lambda model: 0.5 if model is wrong else 0.0)
-    for _ in range(2):  # whichever comes first
+    for _ in range(2):  # in either order
         kernels.choose(wrong, "auto")
         kernels.choose(of_heads(128), "auto")
         assert kernels.is_long(10**6, 128)
@@ -396,7 +396,7 @@ def test_kernel_check_detects_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_compiled_layers_call_the_kernel_with_any_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_accept_any_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     model = tiny(FAMILIES["llama"])
     expected = alone(model)

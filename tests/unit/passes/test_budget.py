@@ -1,4 +1,4 @@
-"""The token budget: its arithmetic, its decisions, and what it does when memory runs out."""
+"""The token budget: its arithmetic, its choices, and what it does when memory runs out."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def samples(*lengths: int) -> list[Sample]:
 
 
 class Memory:
-    """A GPU with `free` MiB on which a token takes a few MiB, and fewer with recomputed activations."""
+    """A GPU with `free` MiB, on which a token takes `plain` MiB, or `recomputed` MiB with recomputed activations."""
 
     def __init__(self, free: float, *, plain: float | None, recomputed: float | None = None) -> None:
         self.free, self.plain, self.recomputed, self.measured = free, plain, recomputed, 0
@@ -84,7 +84,7 @@ def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Beside(Ranks):
-    """The first of two parts of a replica; the other has a tenth of what this one has."""
+    """The first of two ranks; the other one has a tenth of its numbers."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -116,18 +116,18 @@ def budget_of(trained: PreTrainedModel, config: TrainConfig, parts: Ranks = ALON
     )
 
 
-def test_two_measurements_tell_the_cost_of_a_token_and_of_none() -> None:
+def test_two_measurements_give_fixed_and_per_token_cost() -> None:
     cost = Cost.of([(2048, 5096 * MIB), (1024, 3048 * MIB)])
     assert cost == Cost(fixed_bytes=1000 * MIB, token_bytes=2 * MIB)
     assert cost.tokens_in(9000 * MIB) == 4000
     assert cost.tokens_in(999 * MIB) == 0
 
 
-def test_a_pass_without_cost_fits_any_number_of_tokens() -> None:
+def test_pass_of_constant_cost_fits_many_tokens() -> None:
     assert Cost.of([(1024, 5000), (2048, 4000)]).tokens_in(1e12) > MOST_TOKENS
 
 
-def test_the_budget_fills_free_memory_and_is_measured_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_budget_fills_free_memory_and_is_measured_once(caplog: pytest.LogCaptureFixture) -> None:
     memory = Memory(10_100, plain=1)
     pass_budget = budget(memory)
     assert pass_budget.max_tokens(samples(300, 40)) == 10_000
@@ -146,16 +146,16 @@ LARGE_BATCH = (1_000,) * 200
 
 
 def sums_in_float32(pass_budget: Budget) -> bool | None:
-    return pass_budget.sums_in_float32  # which changes between two reads
+    return pass_budget.sums_in_float32  # a function, since the value changes between two reads
 
 
 @pytest.mark.usefixtures("_wider")
-def test_float32_sums_are_used_where_memory_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_float32_sums_are_used_if_memory_allows(caplog: pytest.LogCaptureFixture) -> None:
     pass_budget = budget(Memory(5_600, plain=1))
     assert pass_budget.max_tokens(samples(300, 40)) == 5_500
-    assert sums_in_float32(pass_budget) is None  # with one pass there is no sum
+    assert sums_in_float32(pass_budget) is None  # a single pass needs no sum
     assert pass_budget.max_tokens(samples(*(1_000,) * 5 * FEW)) == 5_500
-    assert sums_in_float32(pass_budget) is None  # and a few are as exact as one
+    assert sums_in_float32(pass_budget) is None  # a few passes are as exact as one
     assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == 5_000
     assert sums_in_float32(pass_budget)
     assert caplog.messages[1:] == ["micro-batches of up to 5,000 tokens, beside gradients in float32"]
@@ -164,10 +164,10 @@ def test_float32_sums_are_used_where_memory_is_left(caplog: pytest.LogCaptureFix
 
 @pytest.mark.usefixtures("_wider")
 @pytest.mark.parametrize(("micro_batch_tokens", "free"), [(None, 2_048 + 600), (2_000, 1_800 + 600)])
-def test_bf16_sums_are_used_and_logged_where_memory_is_short(
+def test_bf16_sums_are_used_and_logged_if_memory_is_short(
     micro_batch_tokens: int | None, free: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    least = micro_batch_tokens or 2_048  # nine tenths of it are enough
+    least = micro_batch_tokens or 2_048  # nine tenths of this are enough
     pass_budget = budget(Memory(free - 1, plain=1), micro_batch_tokens=micro_batch_tokens)
     assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == (micro_batch_tokens or least + 499)
     assert sums_in_float32(pass_budget) is False
@@ -180,7 +180,7 @@ def test_bf16_sums_are_used_and_logged_where_memory_is_short(
     assert sums_in_float32(enough)
 
 
-def test_an_adapters_gradients_always_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_gradients_are_always_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 10 * MIB)
     pass_budget = budget(Memory(600, plain=1, recomputed=1))
     assert pass_budget.max_tokens(samples(*(100,) * 400)) == 491
@@ -188,7 +188,7 @@ def test_an_adapters_gradients_always_add_up_in_float32(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("_wider")
-def test_float32_sums_go_before_activations_are_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+def test_float32_sums_are_dropped_before_recomputing(caplog: pytest.LogCaptureFixture) -> None:
     trained = model()
     pass_budget = budget(Memory(3_100, plain=1, recomputed=0.01), trained)
     pass_budget.max_tokens(samples(*LARGE_BATCH))
@@ -226,7 +226,7 @@ def bf16_error(gradients: Tensor) -> float:
 def test_bf16_sum_error_is_within_the_reported_bound(count: int) -> None:
     torch.manual_seed(0)
     noise, turn = torch.randn(count, 4_000), torch.linspace(-1, 1, count).sign()[:, None]
-    for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel: positive, then negative
+    for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel
         assert 0 < bf16_error(gradients.bfloat16()) <= count**0.5 / 512
     error = bf16_error(torch.full((count, 10), 1.0).bfloat16())
     assert error <= count / 512
@@ -234,13 +234,13 @@ def test_bf16_sum_error_is_within_the_reported_bound(count: int) -> None:
 
 
 @pytest.mark.parametrize(("free", "short"), [(4_100, False), (1_100, True), (0, True)])
-def test_memory_is_short_where_activations_are_recomputed(
+def test_memory_is_short_if_activations_must_be_recomputed(
     free: int, short: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained = model()
     pass_budget = budget(Memory(free, plain=1, recomputed=0.01), trained)
     assert pass_budget.is_short(samples(1_500, 1_500)) == short
-    assert not trained.is_gradient_checkpointing  # nothing is decided yet
+    assert not trained.is_gradient_checkpointing  # nothing has been chosen yet
     assert caplog.messages == []
 
 
@@ -251,7 +251,7 @@ def test_memory_is_short_below_the_chosen_tokens() -> None:
     assert not budget_of(model(), TrainConfig.of(model_name="m")).is_short(batch)
 
 
-def test_gradients_that_are_there_already_are_not_counted_again() -> None:
+def test_existing_gradients_are_not_counted_twice() -> None:
     trained, memory = model(), Memory(10_100, plain=1)
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -261,7 +261,7 @@ def test_gradients_that_are_there_already_are_not_counted_again() -> None:
 def test_useful_micro_batch_size_is_bounded() -> None:
     assert budget(Memory(100_000, plain=1)).max_tokens(samples(300)) == MOST_TOKENS
     released = budget(Memory(100_000, plain=1), gradient_release=True)
-    assert released.max_tokens(samples(300)) > MOST_TOKENS  # an update is one pass here
+    assert released.max_tokens(samples(300)) > MOST_TOKENS  # here an update is a single pass
     masked = model()
     masked.config._attn_implementation = "sdpa"
     assert budget(Memory(100_000, plain=1), masked).max_tokens(samples(300)) == MASKED_TOKENS
@@ -271,9 +271,9 @@ def test_useful_micro_batch_size_is_bounded() -> None:
     ("free", "lengths", "recomputed"),
     [
         (4_100, (3_000,), False),  # fits
-        (4_100, (5_000,), True),  # the longest does not fit
+        (4_100, (5_000,), True),  # the longest sample does not fit
         (1_100, (900, 900, 900), True),  # too few to keep a GPU busy
-        (1_100, (400, 400), False),  # few, but all there are
+        (1_100, (400, 400), False),  # few tokens, but there are no more
     ],
 )
 def test_activations_are_recomputed_if_too_few_tokens_fit(
@@ -302,7 +302,7 @@ def test_activations_are_recomputed_if_too_few_tokens_fit(
         ({"activation_offload": True}, 4_000, HOST_INPUTS, [HOST_INPUTS]),
     ],
 )
-def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
+def test_layers_keep_the_most_that_lets_the_longest_sample_fit(
     choices: dict[str, Any], longest: int, fits: Kept | None, ways: list[Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = list[Kept]()
@@ -316,14 +316,14 @@ def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
     assert pass_budget.max_tokens(samples(longest)) == (10_000 if fits else longest)
     assert measured == ways
     assert pass_budget.max_tokens(samples(longest)) == (10_000 if fits else longest)
-    assert measured == ways  # decided once
+    assert measured == ways  # measured only once
 
 
 def test_activations_go_to_the_host_only_if_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few, long = budget(Memory(1_100, plain=1, recomputed=0.7)), budget(Memory(1_100, plain=1, recomputed=0.7))
-    assert few.max_tokens(samples(900, 900, 900)) == 1_428  # fewer than keep a GPU busy
+    assert few.max_tokens(samples(900, 900, 900)) == 1_428  # too few to keep a GPU busy
     assert few._prepared.kept == INPUTS
     monkeypatch.setattr(module, "left_bytes", lambda: 10_000)
     long.max_tokens(samples(5_000))
@@ -331,7 +331,7 @@ def test_activations_go_to_the_host_only_if_needed(
 
 
 @pytest.mark.parametrize(("fits", "kept"), [(INPUTS, INPUTS), (HOST_INPUTS, HOST_INPUTS), (None, HOST_INPUTS)])
-def test_layers_keep_less_until_an_update_in_a_single_pass_fits(
+def test_layers_keep_less_until_a_single_pass_update_fits(
     fits: Kept | None, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pass_budget = budget(Memory(10_100, plain=1), gradient_release=True)
@@ -340,7 +340,7 @@ def test_layers_keep_less_until_an_update_in_a_single_pass_fits(
     assert pass_budget._prepared.kept == kept
 
 
-def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, one_of_four = (budget(Memory(1_100, plain=1, recomputed=0.7)) for _ in range(2))
     one_of_four._neighbors = 4
     monkeypatch.setattr(module, "left_bytes", lambda: 2 * int(PINNED * 2 * 5_000 * (32 + 32) / HOST_SHARE))
@@ -361,7 +361,7 @@ def test_chosen_size_keeps_activations_for_the_longest_sample(offloads: bool | N
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_offload_is_refused_without_a_gpu_and_without_recomputing(device: str) -> None:
+def test_offload_needs_a_gpu_and_recomputed_activations(device: str) -> None:
     recomputes = device == "cpu"
     config = TrainConfig.of(model_name="m", activation_offload=True, gradient_checkpointing=recomputes)
     trained = model()
@@ -370,10 +370,10 @@ def test_offload_is_refused_without_a_gpu_and_without_recomputing(device: str) -
         budget_of(trained, config)
 
 
-def test_activations_are_not_recomputed_if_refused() -> None:
+def test_activations_are_not_recomputed_if_turned_off() -> None:
     trained = model()
     pass_budget = budget(Memory(1_100, plain=1, recomputed=0.1), trained, gradient_checkpointing=False)
-    assert pass_budget.max_tokens(samples(5_000)) == 5_000  # one sequence must be tried
+    assert pass_budget.max_tokens(samples(5_000)) == 5_000  # a single sequence must be tried
     assert not trained.is_gradient_checkpointing
 
 
@@ -383,14 +383,14 @@ def test_probe_out_of_memory_leads_to_recomputing() -> None:
     assert trained.is_gradient_checkpointing
 
 
-def test_given_sizes_need_no_probe() -> None:
+def test_configured_sizes_need_no_probe() -> None:
     memory = Memory(1, plain=1)
     assert budget(memory, micro_batch_tokens=777).max_tokens(samples(5_000)) == 777
     assert memory.measured == 0
 
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, **choices: Any) -> Budget:
-    """Return the budget on a host with this many MiB available, in a container with this limit."""
+    """Return the budget on a host with this many MiB available, in a container with this memory limit."""
     monkeypatch.setattr("bridge.core.host_memory.available_bytes", lambda: int(available * MIB))
     monkeypatch.setattr(
         "bridge.core.host_memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB)
@@ -402,7 +402,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, available: float, limit: float |
 
 
 @pytest.mark.parametrize(("available", "limit"), [(400, None), (400, 10_000), (10_000, 400)])
-def test_the_cpu_budget_respects_the_containers_limit(
+def test_cpu_budget_respects_the_containers_memory_limit(
     monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     max_tokens = on_the_cpu(monkeypatch, available, limit, gradient_checkpointing=False).max_tokens(samples(300))
@@ -414,7 +414,7 @@ def test_the_cpu_budget_respects_the_containers_limit(
     assert on_the_cpu(monkeypatch, 100_000, None).max_tokens(samples(300)) == MOST_TOKENS
 
 
-def test_the_cpu_tries_a_long_sequence_with_a_warning(
+def test_cpu_tries_a_too_long_sequence_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert on_the_cpu(monkeypatch, 1, None).max_tokens(samples(300)) == 300
@@ -438,7 +438,7 @@ def test_cpu_pass_cost_counts_tensors_kept_by_autograd() -> None:
 
     few, many = layered(8), layered(16)
     layer = (token_bytes(many) - token_bytes(few)) / 8
-    assert layer > 4 * (4 * 512 + 4 * 64)  # gate, activated gate, up and their product, and some of width 64
+    assert layer > 4 * (4 * 512 + 4 * 64)  # gate, activated gate, up, their product, and tensors of width 64
     with nothing_logged():
         recompute_activations(PreparedModel(many))
     assert many.is_gradient_checkpointing
@@ -446,7 +446,7 @@ def test_cpu_pass_cost_counts_tensors_kept_by_autograd() -> None:
     assert many.is_gradient_checkpointing, "it must not change"
 
 
-def test_out_of_memory_halves_then_recomputes_then_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_halves_then_recomputes_then_raises(caplog: pytest.LogCaptureFixture) -> None:
     trained = model()
     pass_budget = budget(Memory(1, plain=1), trained, micro_batch_tokens=16_384)
     batch, states = samples(*(1_500,) * 20), []
@@ -464,7 +464,7 @@ def test_out_of_memory_halves_then_recomputes_then_ends(caplog: pytest.LogCaptur
         pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory"))
 
 
-def test_a_single_sequence_that_does_not_fit_is_refused() -> None:
+def test_single_sequence_that_does_not_fit_is_refused() -> None:
     pass_budget = budget(Memory(1, plain=1), micro_batch_tokens=1_000, gradient_checkpointing=False)
     pass_budget.max_tokens(samples(1_200))
     with pytest.raises(
@@ -474,7 +474,7 @@ def test_a_single_sequence_that_does_not_fit_is_refused() -> None:
     assert caught.value.hint == "--gradient-checkpointing, which recomputes activations"
 
 
-def test_a_budget_above_the_batch_is_halved_from_the_batch() -> None:
+def test_budget_larger_than_the_batch_shrinks_to_half_the_batch() -> None:
     pass_budget = budget(Memory(1, plain=1), micro_batch_tokens=60_000, gradient_checkpointing=False)
     pass_budget.max_tokens(samples(1_000, 1_000, 1_000))
     pass_budget.shrink(torch.OutOfMemoryError("out of memory"))
@@ -505,8 +505,8 @@ def test_failed_pass_frees_its_memory() -> None:
         assert Held.alive == 0
 
 
-def test_the_probe_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's figures are replaced: a pass takes 7 bytes, plus 3 per token."""
+def test_probe_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's memory statistics are replaced: a pass takes 7 bytes, plus 3 per token."""
     trained, probed = model(), list[int]()
     trained.get_decoder().register_forward_hook(
         lambda _module, _inputs, output: probed.append(output.last_hidden_state.shape[1])
@@ -520,13 +520,13 @@ def test_the_probe_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(parameter.grad is None for parameter in trained.parameters())
 
 
-def test_tp_ranks_take_the_size_that_fits_on_all() -> None:
+def test_tp_ranks_use_the_size_that_fits_on_all_ranks() -> None:
     pass_budget = budget(Memory(10_100, plain=1), parts=Beside())
-    assert pass_budget.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # less memory, and fewer tokens in it
+    assert pass_budget.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # limited by the other rank
 
 
 def test_tp_rank_out_of_memory_does_not_retry_alone() -> None:
-    """The other parts wait for it in the midst of a pass."""
+    """The other ranks wait for it in the middle of a pass."""
     pass_budget = budget(Memory(1_100, plain=None, recomputed=0.1), parts=Beside())
     with pytest.raises(torch.OutOfMemoryError):
         pass_budget.max_tokens(samples(300))

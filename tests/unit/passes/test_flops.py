@@ -1,4 +1,4 @@
-"""Operations of a pass: against torch's own counter, and pair by pair."""
+"""Floating-point operations of a pass, compared with torch's own counter, and pair by pair."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ from tests.models.families import FAMILIES
 NUM_TOKENS = 24
 CPU = torch.device("cpu")
 ROTARY = 0.002
-"""Share of a tiny model's operations that compute angles, which torch counts as a matrix product."""
+"""Share of a tiny model's operations that compute RoPE angles, which torch counts as a matrix product."""
 
 
 def built(config: PretrainedConfig) -> PreTrainedModel:
@@ -36,7 +36,7 @@ def built(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def counted(model: PreTrainedModel) -> int:
-    """Return what torch counts in a forward and a backward pass; it counts attention without a mask."""
+    """Return the operations that torch counts in a forward and a backward pass, with attention unmasked."""
     tokens = torch.arange(3, 3 + NUM_TOKENS).unsqueeze(0)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, use_cache=False).logits.sum().backward()
@@ -44,14 +44,14 @@ def counted(model: PreTrainedModel) -> int:
 
 
 def unmasked(flops: Flops) -> float:
-    """Return the operations of the same pass without a mask."""
+    """Return Bridge's operations of the same pass, also with attention unmasked."""
     return (flops.of_token + flops.of_row) * NUM_TOKENS + sum(flops.of_pair.values()) * NUM_TOKENS**2
 
 
 def token_by_token(
     query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule as defined, in matrix products: transformers' own works by chunks of 64 tokens."""
+    """Compute the gated delta rule as defined, token by token; transformers computes chunks of 64 tokens."""
     q_TAD, k_TAD, v_TAE = (tensor[0].unsqueeze(2) for tensor in (query, key, value))
     state_ADE, outputs = (k_TAD[0].mT @ v_TAE[0]).detach().zero_().requires_grad_(), []
     for q, k, v, decay, rate in zip(q_TAD, k_TAD, v_TAE, g[0].exp(), beta[0], strict=True):
@@ -62,7 +62,7 @@ def token_by_token(
 
 
 def unfolded(hidden_states: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Compute a convolution of each channel as a product: torch miscounts the gradient of its weight."""
+    """Compute a depthwise convolution as a product, since torch miscounts its weight's gradient."""
     width = weight.shape[1]
     windows = functional.pad(hidden_states[0], (width - 1, 0)).unfold(1, width, 1)
     return functional.silu(windows @ weight.unsqueeze(2)).squeeze(2).unsqueeze(0)
@@ -76,7 +76,7 @@ def _states_in_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flops_equal_torchs_flop_counter(family: str) -> None:
+def test_flops_match_torchs_flop_counter(family: str) -> None:
     model = built(FAMILIES[family]())
     assert unmasked(Flops.of(model)) == pytest.approx(counted(model), rel=ROTARY)
 
@@ -85,11 +85,11 @@ def test_head_size_is_the_largest_of_all_layers() -> None:
     assert head_size(FAMILIES["Gemma 4 (text)"]()) == 128
 
 
-def test_frozen_weights_have_no_gradient_of_their_own() -> None:
+def test_frozen_weights_need_no_weight_gradient_flops() -> None:
     model = built(tiny.llama())
     whole = Flops.of(model).of_token
     inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear"), model)
-    model.enable_input_require_grads()  # else nothing before the first adapter is differentiated
+    model.enable_input_require_grads()  # otherwise no gradient flows below the first adapter
     flops = Flops.of(model)
     assert unmasked(flops) == pytest.approx(counted(model), rel=ROTARY)
     assert 0.66 * whole < flops.of_token < 0.75 * whole
@@ -98,7 +98,7 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
 @pytest.mark.parametrize("window", [0, 1, 3, 50])
 @pytest.mark.parametrize("queries", [1, 4, 9])
 @pytest.mark.parametrize("before", [0, 2, 6])
-def test_pairs_are_counted_one_by_one(queries: int, before: int, window: int) -> None:
+def test_pair_count_matches_enumeration(queries: int, before: int, window: int) -> None:
     keys = before + queries
     pairs = [
         (query, key)
@@ -114,7 +114,7 @@ def batch_of(samples: list[Sample], **choices: Any) -> Any:
     return batch
 
 
-def test_a_pass_costs_its_spans() -> None:
+def test_flops_of_a_pass_follow_its_spans() -> None:
     flops = Flops(of_token=1000.0, of_row=100.0, of_pair={0: 1.0, 2: 10.0})
     numbers = (0.0,) * 3
     samples = [
@@ -129,7 +129,7 @@ def test_a_pass_costs_its_spans() -> None:
     assert apart - shared == 5 * 1000 + 15 + 9 * 10, "the prompt's second time"
 
 
-def test_each_part_computes_its_share_of_attention() -> None:
+def test_flops_of_each_part_include_its_attention_share() -> None:
     model = built(tiny.llama())
     whole, half = Flops.of(model).of_pair, Flops.of(model, 2).of_pair
     assert {window: 2 * count for window, count in half.items()} == whole
@@ -143,9 +143,9 @@ def test_each_part_computes_its_share_of_attention() -> None:
         ("NVIDIA H20", math.nan), ("NVIDIA GeForce RTX 4090", math.nan),
     ],
 )  # fmt: skip
-def test_peaks_are_known_by_the_name_of_the_gpu(name: str, teraflops: float) -> None:
+def test_peak_flops_are_found_by_gpu_name(name: str, teraflops: float) -> None:
     assert peak_of(name) == pytest.approx(teraflops * 1e12, nan_ok=True)
 
 
-def test_the_peak_of_a_cpu_is_unknown() -> None:
+def test_peak_flops_of_a_cpu_are_unknown() -> None:
     assert math.isnan(peak_flops(CPU))

@@ -52,7 +52,7 @@ def model(prepared: PreparedModel) -> PreTrainedModel:
 
 
 def samples_of(model: PreTrainedModel) -> list[Sample]:
-    """Return two completions each of three prompts with images, of which two have the same tokens, and of a text."""
+    """Return two completions each of a text prompt and three prompts with images, two of which have equal tokens."""
     prompts: list[tuple[tuple[int, ...], Images | None]] = [
         pictures.prompt(model.config, 5, (2, 3), 6, 7, seed=1),
         pictures.prompt(model.config, 5, (2, 3), 6, 7, seed=2),
@@ -71,7 +71,7 @@ def samples_of(model: PreTrainedModel) -> list[Sample]:
 
 
 def alone(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """Return the hidden states that predict the completion, as transformers computes them."""
+    """Return the hidden states that predict the completion, computed by transformers."""
     ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
     shown: dict[str, Any] = {}
     if sample.images is not None:
@@ -90,7 +90,7 @@ def pack(samples: list[Sample], *, share_prompts: bool = False) -> MicroBatch:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @torch.no_grad()
-def test_a_pack_equals_each_sequence_alone(prepared: PreparedModel, *, share_prompts: bool) -> None:
+def test_packed_images_match_separate_sequences(prepared: PreparedModel, *, share_prompts: bool) -> None:
     model = prepared.model
     if share_prompts and model.config.model_type not in ("mistral3", "qwen3_vl"):
         pytest.skip("layers with a state share no prompts")
@@ -103,7 +103,7 @@ def test_a_pack_equals_each_sequence_alone(prepared: PreparedModel, *, share_pro
         assert (hidden[batch.rows_N[is_own]] - expected).abs().max() < EQUAL
 
 
-def test_prompts_of_equal_tokens_and_other_images_are_not_shared(model: PreTrainedModel) -> None:
+def test_equal_tokens_with_different_images_are_not_shared(model: PreTrainedModel) -> None:
     first, _, second, *_ = samples_of(model)
     assert first.prompt_token_ids == second.prompt_token_ids
     both = 2 * len(first.prompt_token_ids) + len(first.token_ids) + len(second.token_ids)
@@ -112,7 +112,7 @@ def test_prompts_of_equal_tokens_and_other_images_are_not_shared(model: PreTrain
     assert len(pack([first, another], share_prompts=True).tokens_T) == both - len(first.prompt_token_ids)
 
 
-def test_the_tower_gets_the_image_of_several_sequences_once(
+def test_tower_gets_an_image_of_several_sequences_once(
     prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
@@ -134,7 +134,7 @@ def test_the_tower_gets_the_image_of_several_sequences_once(
     assert len(batch.images.indices_I) == 4 * 6
 
 
-def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
+def test_positions_match_transformers(model: PreTrainedModel) -> None:
     if model.config.model_type not in OF_QWEN:
         pytest.skip("its tokens count")
     for sample in samples_of(model)[:6:2]:
@@ -147,7 +147,7 @@ def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
         assert image_embeddings.positions(len(ids), sample.images).tolist() == expected[:, 0].tolist()
 
 
-def test_gradients_reach_the_text_and_not_the_tower(prepared: PreparedModel) -> None:
+def test_gradients_reach_the_text_but_not_the_tower(prepared: PreparedModel) -> None:
     model = prepared.model
     logprobs_N, _ = prepared.logprobs(pack(samples_of(model)), 1.0)
     logprobs_N.sum().backward()
@@ -157,28 +157,28 @@ def test_gradients_reach_the_text_and_not_the_tower(prepared: PreparedModel) -> 
     model.zero_grad()
 
 
-def test_without_an_image_the_tower_is_not_called(prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tower_is_not_called_without_images(prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared.model, "get_image_features", None)
     batch = pack(samples_of(prepared.model)[-2:])
     assert batch.images is None
     prepared.logprobs(batch, 1.0)
 
 
-def test_the_proof_passes_and_is_not_repeated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_check_passes_and_runs_once(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     unproved = PreparedModel(model)
     with monkeypatch.context() as patch:
         patch.setattr(model, "get_image_features", None)
         unproved.prove_images(samples_of(model)[-2:])
         with pytest.raises(UnsupportedModelError):
-            unproved.prove_images(samples_of(model))  # the texts proved nothing
+            unproved.prove_images(samples_of(model))  # samples without images are not checked
     unproved.prove_images(samples_of(model))
     monkeypatch.setattr(model, "get_image_features", None)
     unproved.prove_images(samples_of(model))
 
 
 @torch.no_grad()
-def test_sampled_image_token_is_text(prepared: PreparedModel) -> None:
-    """In vLLM it has the embedding of the word, since no image belongs to it."""
+def test_sampled_image_token_is_treated_as_text(prepared: PreparedModel) -> None:
+    """A sampled image token has no image, so vLLM uses its word embedding."""
     model = prepared.model
     first, second, *_ = samples_of(model)
     with_token = replace(first, token_ids=(model.config.image_token_id, *first.token_ids[1:]))
@@ -211,7 +211,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_check_refuses(fault: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "deepstack" and model.config.model_type != "qwen3_vl":
         pytest.skip("its tower has none")
     if fault == "positions" and model.config.model_type not in OF_QWEN:
@@ -219,15 +219,15 @@ def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pyte
     name, replacement, words = FAULTS[fault]
     monkeypatch.setattr(image_embeddings, name, replacement)
     unproved = PreparedModel(model)
-    for _ in range(2):  # nothing is proved by the first
+    for _ in range(2):  # a refusal is not remembered as a passed check
         with pytest.raises(UnsupportedModelError, match=words):
             unproved.prove_images(samples_of(model)[:4])
 
 
-def test_too_little_memory_says_nothing_about_the_family(
+def test_out_of_memory_in_the_image_check_is_not_a_refusal(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer tries again in less memory."""
+    """The trainer retries with less memory."""
 
     def too_large(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -239,8 +239,8 @@ def test_too_little_memory_says_nothing_about_the_family(
             unproved.prove_images(samples_of(model))
 
 
-def test_image_proof_refuses_a_different_signature() -> None:
-    """Mistral 3 gets the grids of Qwen's kind."""
+def test_image_check_refuses_an_unsupported_signature() -> None:
+    """Mistral 3 gets grids in Qwen's format."""
     made = model_of("Mistral 3")
     of_another = FAMILIES["Qwen3-VL"]()
     ids, shown = pictures.prompt(of_another, 5, (2, 2), 6)

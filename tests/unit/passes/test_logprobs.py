@@ -1,4 +1,4 @@
-"""Log-probabilities in vocabulary blocks against the naive computation, and against whole transformers models."""
+"""Log-probabilities in vocabulary blocks, compared with a naive computation and with full transformers models."""
 
 import math
 from collections.abc import Callable
@@ -46,7 +46,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a few words per block, so that every test crosses blocks and ends in a partial one."""
+    """Use small blocks, so that every test has several blocks and a partial one at the end."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 1000, "cuda": 1000})
     monkeypatch.setattr(blocks, "BLOCK_WORDS", 32)
 
@@ -60,8 +60,8 @@ def traced_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("num_rows", "hidden"), [(1, 64), (8, 64), (64, 8)])
-def test_no_product_of_a_block_is_large(monkeypatch: pytest.MonkeyPatch, num_rows: int, hidden: int) -> None:
-    """Neither the logits nor, for a few rows, the head's gradient, which a block computes in float32."""
+def test_products_of_a_block_stay_small(monkeypatch: pytest.MonkeyPatch, num_rows: int, hidden: int) -> None:
+    """This holds for the logits and, with few rows, for the head's gradient, which a block computes in float32."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 64 * 64})
     sizes = [block.stop - block.start for block, _ in blocks._blocks(num_rows, torch.empty(300, hidden), None)]
     assert sizes == [64, 64, 64, 64, 44]
@@ -91,7 +91,7 @@ def naive(
     ("cap", "scale", "with_bias", "compiles"),
     [(None, 1.0, False, False), (None, 8.0, True, False), (2.0, 1.0, False, False), (2.0, 1.0, True, True)],
 )
-def test_values_and_gradients_equal_a_float64_computation(
+def test_values_and_gradients_match_float64(
     dtype: torch.dtype, cap: float | None, scale: float, with_bias: bool, compiles: bool, device: str
 ) -> None:
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_values_and_gradients_equal_a_float64_computation(
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=relative, atol=absolute)
 
 
-def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
+def test_bf16_logits_would_differ_more_than_two_engines() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(50, 64).bfloat16(), torch.randn(VOCABULARY, 64).bfloat16()
     targets = torch.randint(VOCABULARY, (50,))
@@ -143,14 +143,14 @@ def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
     assert (rounded - exact).abs().max() > 0.02
 
 
-def test_a_frozen_head_gets_no_gradient_and_the_rows_still_do() -> None:
+def test_with_a_frozen_head_only_hidden_states_get_gradients() -> None:
     hidden, head = torch.randn(4, 16, requires_grad=True), torch.randn(VOCABULARY, 16)
     token_logprobs(hidden, head, None, torch.arange(4), PLAIN, False)[0].sum().backward()
     assert hidden.grad is not None
     assert head.grad is None
 
 
-def test_no_rows_give_no_numbers_and_zero_gradients() -> None:
+def test_without_rows_results_are_empty_and_gradients_zero() -> None:
     hidden, head = torch.randn(0, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     logprobs, entropies = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN, False)
     logprobs.sum().backward()
@@ -159,7 +159,7 @@ def test_no_rows_give_no_numbers_and_zero_gradients() -> None:
     assert not head.grad.any()
 
 
-def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
+def test_tokens_times_vocabulary_is_never_materialized() -> None:
     sizes: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -175,7 +175,7 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
     assert max(sizes) == head.numel() < 100 * VOCABULARY
 
 
-def test_only_the_heads_gradient_has_the_size_of_the_head() -> None:
+def test_only_the_heads_gradient_is_as_large_as_the_head() -> None:
     addresses: set[int] = set()
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -194,7 +194,7 @@ def test_only_the_heads_gradient_has_the_size_of_the_head() -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -> None:
+def test_targets_are_found_in_all_blocks_and_at_their_borders(compiles: bool) -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(VOCABULARY, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     targets = torch.arange(VOCABULARY)
@@ -205,7 +205,7 @@ def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
+def test_distant_logits_neither_overflow_nor_vanish() -> None:
     hidden, head = torch.full((2, 1), 1e4), torch.linspace(-1, 1, VOCABULARY).unsqueeze(1)
     targets = torch.tensor([0, VOCABULARY - 1])
     logprobs, entropies = token_logprobs(hidden, head, None, targets, PLAIN, False)
@@ -215,13 +215,13 @@ def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
 
 
 def filtered(logits: Tensor, targets: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies over the kept words, from all logits."""
+    """Return log-probabilities and entropies over the kept words, computed from all logits."""
     logprobs = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
     return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)
 
 
 def kept_of(logits: Tensor, counts: Tensor) -> tuple[Kept, Tensor, Tensor]:
-    """Keep the likeliest `counts` words of each row; return that as the server does, the mask, and a kept target."""
+    """Keep the likeliest `counts` words per row; return `Kept` as the server sends it, the mask, and kept targets."""
     ordered, words = logits.detach().sort(dim=1, descending=True)
     thresholds = (ordered.gather(1, counts[:, None] - 1) + ordered.gather(1, counts[:, None])) / 2
     kept = Kept(thresholds.squeeze(1).float(), counts.float())
@@ -234,10 +234,10 @@ def kept_of(logits: Tensor, counts: Tensor) -> tuple[Kept, Tensor, Tensor]:
     ("cap", "temperature", "compiles"),
     [(None, 1.0, False), (None, 0.6, False), (2.0, 0.7, False), (None, 0.6, True), (2.0, 0.7, True)],
 )
-def test_filtered_values_and_gradients_are_those_of_all_logits(
+def test_filtered_values_match_a_mask_over_all_logits(
     cap: float | None, temperature: float, compiles: bool, device: str
 ) -> None:
-    """From one kept word to all but one, so that blocks are kept whole, in part and not at all."""
+    """Keep from one word to all but one, so that blocks are kept in full, in part and not at all."""
     torch.manual_seed(0)
     ours = [torch.randn(rows, 16, device=device).requires_grad_() for rows in (30, VOCABULARY)]
     exact = [leaf.detach().double().requires_grad_() for leaf in ours]
@@ -257,7 +257,7 @@ def test_filtered_values_and_gradients_are_those_of_all_logits(
     torch.testing.assert_close(mine, tuple(gradient.float() for gradient in theirs), rtol=1e-4, atol=1e-4)
 
 
-def test_a_tied_head_gets_both_gradients_over_the_kept_words() -> None:
+def test_tied_head_gets_both_gradients_over_kept_words() -> None:
     torch.manual_seed(0)
     table, ids = torch.randn(VOCABULARY, 16, requires_grad=True), torch.arange(20)
     logits = table[ids] @ table.T
@@ -268,7 +268,7 @@ def test_a_tied_head_gets_both_gradients_over_the_kept_words() -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_threshold_below_every_logit_changes_no_bit() -> None:
+def test_threshold_below_all_logits_changes_no_bit() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(20, 16), torch.randn(VOCABULARY, 16)
     everything = Kept(torch.full((20,), torch.finfo(torch.float32).min), torch.zeros(20))
@@ -278,8 +278,8 @@ def test_a_threshold_below_every_logit_changes_no_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, all_kept, strict=True))
 
 
-def test_words_near_the_threshold_hardly_change_the_sum() -> None:
-    """Compared with the set that was kept: without the count, a word more or less is a step of 1 / 20 nats."""
+def test_words_near_the_threshold_barely_change_the_sum() -> None:
+    """Without the count of kept words, one word more or less would change the result by 1 / 20 nats."""
     torch.manual_seed(0)
     logits = torch.randn(200, VOCABULARY, dtype=torch.float64).mul(0.3)
     kept, is_kept, targets = kept_of(logits, torch.full((200,), 20))
@@ -291,7 +291,7 @@ def test_words_near_the_threshold_hardly_change_the_sum() -> None:
     assert (uncounted - exact).abs().max() > 0.02
 
 
-def test_the_normalizer_is_continuous_at_the_threshold() -> None:
+def test_normalizer_is_continuous_at_the_threshold() -> None:
     kept = Kept(torch.tensor([0.0]), torch.tensor([2.0]))
     around = [torch.tensor([[1.0, step, -2.0]]) for step in (-1e-4, 1e-4)]
     one, other = (token_logprobs(x, torch.eye(3), None, torch.tensor([0]), PLAIN, False, kept)[0] for x in around)
@@ -300,7 +300,7 @@ def test_the_normalizer_is_continuous_at_the_threshold() -> None:
 
 
 def micro_batch(lengths: list[tuple[int, int]]) -> MicroBatch:
-    """Make one pack of sequences of (prompt, completion) lengths."""
+    """Return one pack of sequences with these lengths of (prompt, completion)."""
     samples = [
         Sample(
             prompt_token_ids=tuple(torch.randint(VOCABULARY, (prompt,)).tolist()),
@@ -325,7 +325,7 @@ def models() -> list[PreTrainedModel]:
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_log_probs_equal_those_of_the_models_own_logits(index: int) -> None:
+def test_log_probs_match_the_models_own_logits(index: int) -> None:
     torch.manual_seed(0)
     model = models()[index].eval()
     batch = micro_batch([(3, 5), (1, 2), (4, 4)])
@@ -345,11 +345,11 @@ def test_log_probs_equal_those_of_the_models_own_logits(index: int) -> None:
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_known_heads_pass_the_check(index: int) -> None:
+def test_supported_heads_pass_the_check(index: int) -> None:
     check_head(models()[index].bfloat16().eval())
 
 
-def test_a_head_of_its_own_kind_is_refused() -> None:
+def test_head_that_transforms_logits_is_refused() -> None:
     class Doubled(LlamaForCausalLM):
         def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             output = super().forward(*args, **kwargs)
@@ -361,7 +361,7 @@ def test_a_head_of_its_own_kind_is_refused() -> None:
 
 
 class Wrapped(nn.Module):
-    """A head that adds to what the layer inside it computes, whose weight it passes off as its own."""
+    """A head that adds 1 to the output of an inner layer, and exposes that layer's weight as its own."""
 
     def __init__(self, inside: nn.Linear) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ def with_a_wrapper(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("wrap", [with_lora, with_modules_to_save, with_a_wrapper])
-def test_a_wrapped_head_is_refused(wrap: Callable[[PreTrainedModel], None]) -> None:
+def test_wrapped_head_is_refused(wrap: Callable[[PreTrainedModel], None]) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     wrap(model)
     sample = Sample(
@@ -407,7 +407,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_product_and_gradients_are_rounded_once(shape: tuple[int, ...], has_bias: bool) -> None:
+def test_wide_linear_rounds_product_and_gradients_once(shape: tuple[int, ...], has_bias: bool) -> None:
     layer = nn.Linear(16, 5, bias=has_bias, dtype=torch.bfloat16)
     rows = random(*shape).requires_grad_()
     exact = [tensor.detach().double().requires_grad_() for tensor in (rows, *layer.parameters())]
@@ -434,7 +434,7 @@ def test_frozen_wide_linear_passes_gradients_through() -> None:
     assert [parameter.grad for parameter in layer.parameters()] == [None, None]
 
 
-def test_float32_is_multiplied_as_it_is() -> None:
+def test_wide_linear_leaves_float32_unchanged() -> None:
     layer = nn.Linear(8, 4)
     rows = random(3, 8, dtype=torch.float32)
     before = layer(rows)
@@ -442,7 +442,7 @@ def test_float32_is_multiplied_as_it_is() -> None:
     assert torch.equal(layer(rows), before)
 
 
-def test_preparation_keeps_parameters_and_outputs() -> None:
+def test_widening_keeps_parameters_and_outputs() -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama(), dtype=torch.bfloat16).eval()
     tokens = torch.arange(3, 19).unsqueeze(0)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
@@ -454,7 +454,7 @@ def test_preparation_keeps_parameters_and_outputs() -> None:
     assert (after - before).abs().max() < before.abs().max() / 64
 
 
-def test_only_bf16_is_widened_where_nothing_is_learnt() -> None:
+def test_only_bf16_layers_are_widened_without_gradients() -> None:
     rows, weight, bias = random(3, 8), random(4, 8), random(4)
     expected = functional.linear(rows.double(), weight.double(), bias.double()).float().bfloat16()
     assert torch.equal(layers.wide_linear(rows, weight, bias), expected)

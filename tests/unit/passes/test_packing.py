@@ -44,7 +44,7 @@ def values(batch: MicroBatch) -> dict[str, object]:
 
 
 def of_samples(batch: MicroBatch, samples: list[Sample]) -> dict[str, object]:
-    """Return its values, with the samples themselves in place of their indices."""
+    """Return a micro-batch's values, with the samples themselves instead of their indices."""
     return values(batch) | {"indices": [samples[index] for index in batch.indices]}
 
 
@@ -78,7 +78,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
     assert len(batch.tokens_T) == 7
 
 
-def test_a_shared_prompt_is_packed_once() -> None:
+def test_shared_prompt_is_packed_once() -> None:
     given = [sample((1, 2, 3), 4, 5), sample((6,), 7, advantage=-0.5, weight=0.25), sample((1, 2, 3), 8)]
     (batch,) = pack(given, share_prompts=True)
     assert values(batch) == {
@@ -106,7 +106,7 @@ def test_a_shared_prompt_is_packed_once() -> None:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_experts_follow_their_tokens(share_prompts: bool) -> None:
-    """Of one layer with one expert: as many as the token's position, and unknown for the last token."""
+    """There is one layer with one expert per token, whose number is the token's position; the last is unknown."""
     known = [
         replace(sample(prompt, *tokens), experts=np.arange(len(prompt) + len(tokens) - 1).astype("<i2").tobytes())
         for prompt, tokens in (((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((7,), (8, 9)))
@@ -129,12 +129,12 @@ def test_kept_words_follow_the_packed_rows() -> None:
     assert batch.kept.counts_N.tolist() == [9, 2, 0]
 
 
-def test_a_shared_prompt_counts_once_in_a_micro_batch() -> None:
+def test_shared_prompt_counts_once_per_micro_batch() -> None:
     group = [sample((1, 2, 3, 4), token, token) for token in (5, 6, 7)]
     first, second = pack(group, max_tokens=9, share_prompts=True)
     assert (len(first.tokens_T), len(second.tokens_T)) == (4 + 2 + 2, 4 + 2)
     assert first.spans.seen is not None
-    assert second.spans.seen is not None  # its completion is the only one; compiled layers would take another form
+    assert second.spans.seen is not None  # though only one completion has this prompt: compiled layers need one form
     assert second.spans.seen.keys_U.tolist() == [*range(4 + 2)]
     assert pack(group[:1], share_prompts=True)[0].spans.seen is None
     assert len(pack(group, max_tokens=10, share_prompts=True)) == 1
@@ -173,7 +173,7 @@ def test_context_tokens_have_no_row() -> None:
     assert (spoken.num_tokens, spoken.num_trained) == (6, 2)
 
 
-def test_unknown_log_probs_keep_the_order_fixed() -> None:
+def test_packing_order_is_deterministic_with_unknown_log_probs() -> None:
     given = [
         Sample(prompt_token_ids=(1,), token_ids=(2, 3), sampled_logprobs=logprobs, advantages=(number, 1.0), weight=0.5)
         for number in (1.0, -1.0)
@@ -185,7 +185,7 @@ def test_unknown_log_probs_keep_the_order_fixed() -> None:
         assert [str(of_samples(batch, given)) for batch in pack(given, max_tokens=6)] == expected
 
 
-def test_types_hold_even_if_all_numbers_are_integers() -> None:
+def test_dtypes_are_right_even_for_integer_values() -> None:
     whole = Sample(prompt_token_ids=(1,), token_ids=(2,), sampled_logprobs=(0,), advantages=(1,), weight=1)
     for batch in pack([whole, of_length(9)], max_tokens=5):
         integers = batch.tokens_T, batch.positions_T, batch.rows_N, batch.targets_N, batch.sequences_N
@@ -198,10 +198,10 @@ def test_types_hold_even_if_all_numbers_are_integers() -> None:
     assert (shared.spans.seen.keys_U.dtype, shared.spans.seen.starts_S1.dtype) == (torch.int64, torch.int32)
 
 
-def test_no_pack_is_larger_than_asked_and_every_token_is_in_one() -> None:
+def test_packs_respect_the_limit_and_hold_every_token() -> None:
     lengths = [2, 9, 3, 3, 30, 2, 7, 5]
     batches = pack([of_length(length) for length in lengths], max_tokens=12)
-    assert lengths_of(batches[0]) == [30]  # longer than the limit: alone, and first
+    assert lengths_of(batches[0]) == [30]  # longer than the limit: it comes first, in a separate micro-batch
     assert all(len(batch.tokens_T) <= 12 for batch in batches[1:])
     assert sorted(length for batch in batches for length in lengths_of(batch)) == sorted(lengths)
     assert sum(len(batch.rows_N) for batch in batches) == sum(lengths) - len(lengths)
@@ -213,7 +213,7 @@ def test_short_samples_fill_gaps_beside_long_ones() -> None:
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_the_result_does_not_depend_on_the_order_of_arrival(share_prompts: bool) -> None:
+def test_packing_is_independent_of_sample_order(share_prompts: bool) -> None:
     samples = [
         sample(prompt, *tokens, advantage=advantage, weight=weight)
         for prompt in [(1, 2), (1, 3)]

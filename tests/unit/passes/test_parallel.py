@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model in parts has the log-probabilities and gradients of the whole one, or is refused."""
+"""Tensor parallelism: a model in parts has the log-probabilities and gradients of the full model, or is refused."""
 
 import copy
 import math
@@ -33,14 +33,14 @@ from tests.models.families import FAMILIES, SHARING_KEYS
 from tests.unit.several_ranks import on_ranks
 
 TOLERANCE = 1e-4
-"""Largest relative difference from the whole model in float32."""
+"""Largest relative difference from the full model in float32."""
 LIMIT_S = 300.0
 Proven = tuple[int, list[dict[str, dict[str, float] | str]]]
-"""Number of parts, and by part and family the differences by name, or why it is refused."""
+"""The number of parts, and for each part, by family, the differences by name, or the reason of a refusal."""
 
 
 def made(config: PretrainedConfig) -> PreTrainedModel:
-    """Make a model whose buffers of files are parameters, as in an attached one, and whose sequences are apart."""
+    """Return a model like an attached one: buffers from files are parameters, and sequences are kept apart."""
     model: PreTrainedModel = skeleton.auto_class(config).from_config(config, dtype=torch.float32)
     for name, buffer in stored_buffers(model).items():
         skeleton.hold(model, name, buffer)
@@ -49,7 +49,7 @@ def made(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Make a model with weights that all matter: biases are not 0, norms not 1, and states do not fade at once."""
+    """Return a model in which all weights matter: biases are not 0, norms are not 1, and states do not fade quickly."""
     torch.manual_seed(0)
     model = made(config)
     for name, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def part_of(whole: PreTrainedModel, part: int, num_parts: int) -> tuple[PreTrainedModel, Parallel]:
-    """Make a part of a model, with weights of its own."""
+    """Return one part of a model, with its own weights."""
     cuts = vllm_cuts.cuts(
         whole.config, {name: parameter.shape for name, parameter in whole.named_parameters()}, num_parts
     )
@@ -86,7 +86,7 @@ def batch() -> MicroBatch:
 
 
 def computed(model: PreTrainedModel, divided: Parallel | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return log-probabilities, entropies and gradients of a whole model, or of a part."""
+    """Return the log-probabilities, entropies and gradients of a full model, or of a part."""
     attention.choose(model, attention.NAME)
     logprobs_T, entropies = PreparedModel(model, divided).logprobs(batch(), 0.9)
     (logprobs_T * torch.linspace(-1, 1, len(logprobs_T))).sum().backward()
@@ -125,7 +125,7 @@ def all_families(ranks: Ranks) -> dict[str, dict[str, float] | str]:
 
 
 def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tuple[str, float]:
-    """Return what the proof says with something spoiled, and how far log-probabilities are off."""
+    """Spoil a parameter; return the check's error, and how far log-probabilities are off."""
     setattr(owner, name, spoil)
     whole = whole_model(FAMILIES[family]())
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
@@ -140,20 +140,20 @@ def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tup
 
 @pytest.fixture(scope="module", params=NUM_PARTS)
 def proven(request: pytest.FixtureRequest) -> Proven:
-    """What every family came to, on each part."""
+    """The results of every family, on each part."""
     num_parts: int = request.param
     return num_parts, on_ranks(num_parts, all_families, limit_s=LIMIT_S)
 
 
 @pytest.mark.xdist_group("families in parts")  # `proven` computes all of them
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensor_parallel_family_equals_the_whole_model(
+def test_tensor_parallel_family_matches_the_full_model(
     family: str, proven: Proven, pytestconfig: pytest.Config
 ) -> None:
     num_parts, parts = proven
     most = 0.0
     for differences in (by_family[family] for by_family in parts):
-        if family in SHARING_KEYS:  # no layer of theirs computes alone
+        if family in SHARING_KEYS:  # their layers depend on each other
             assert "cannot compute with a part of its weights" in str(differences)
             return
         assert not isinstance(differences, str), differences
@@ -175,7 +175,7 @@ def test_tensor_parallel_family_equals_the_whole_model(
 def test_proof_names_the_spoiled_parameter(
     family: str, owner: Any, name: str, spoil: Any, outputs_are_right: bool, message: str
 ) -> None:
-    """Gradients that parts share, those of a block's inputs, a bias that every part adds, and all heads counted."""
+    """Faults: shared gradients, gradients of a block's inputs, a bias added on every part, and counting all heads."""
     for refusal, away in on_ranks(2, spoiled, family, owner, name, spoil):
         assert (away < TOLERANCE) == outputs_are_right
         assert re.match(message, refusal), refusal
@@ -189,13 +189,13 @@ def unequal(ranks: Ranks, name: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("name", "equal"), [("model.norm.weight", 0), ("model.layers.1.self_attn.k_proj.weight", 2)])
-def test_every_part_finds_different_shared_values(name: str, equal: int) -> None:
-    """The fourth part shares KV heads with the third alone, and norms with all."""
+def test_all_parts_detect_different_shared_values(name: str, equal: int) -> None:
+    """The fourth part shares KV heads only with the third, and norms with all."""
     assert on_ranks(4, unequal, name, tp_size=4) == [{name: (equal, 3)}] * 4
 
 
 def refused(ranks: Ranks, name: str, axis: int) -> str:
-    """Return why a model is refused of which one parameter is cut along another axis as well or instead."""
+    """Return the refusal of a model with one parameter that is (also) cut along a different axis."""
     whole = whole_model(FAMILIES["Qwen3-MoE"]())
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     cuts = vllm_cuts.cuts(whole.config, shapes, ranks.world_size)
@@ -221,12 +221,12 @@ def refused(ranks: Ranks, name: str, axis: int) -> str:
         ("model.norm.weight", 0, "model.norm is a column layer without its counterpart"),
     ],
 )
-def test_a_cut_that_is_not_supported_is_refused_by_name(name: str, axis: int, message: str) -> None:
+def test_unsupported_cut_is_refused_by_name(name: str, axis: int, message: str) -> None:
     assert all(message in refusal for refusal in on_ranks(2, refused, name, axis))
 
 
 def in_other_forms(ranks: Ranks, family: str) -> list[float]:
-    """Return how far the gradients of recomputed, compiled and copied layers are from those of the plain ones."""
+    """Return how far the gradients of recomputed, compiled and copied layers are from those of unmodified layers."""
     layers.COMPILER = "aot_eager"
     whole = whole_model(FAMILIES[family]())
     away = []
@@ -245,12 +245,12 @@ def in_other_forms(ranks: Ranks, family: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_layers_in_parts_are_copied_recomputed_and_compiled() -> None:
+def test_layers_in_parts_can_be_copied_recomputed_and_compiled() -> None:
     assert max(max(away) for away in on_ranks(2, in_other_forms, "Qwen3", limit_s=LIMIT_S)) <= TOLERANCE
 
 
 def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
-    """Return whether parts agree to the bit, and how far bf16 is from float32 in parts, and in the whole model."""
+    """Return whether parts agree to the bit, and how far bf16 is from float32 in parts and in the full model."""
     layers.bf16_is_emulated = lambda: True  # type: ignore[assignment]
     whole = whole_model(FAMILIES[family]())
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
@@ -266,15 +266,15 @@ def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
 
 
 @pytest.mark.parametrize("family", ["Llama 2", "Qwen3-MoE"])
-def test_bf16_in_parts_rounds_about_as_the_whole_model(family: str) -> None:
-    """Row layers have biases in one of them, which a widened layer must leave to the sum."""
+def test_bf16_in_parts_rounds_like_the_full_model(family: str) -> None:
+    """One family has row layers with biases, which a widened layer must leave to the sum."""
     for are_equal, in_parts, of_whole in on_ranks(2, prepared_in_bf16, family, limit_s=LIMIT_S):
         assert are_equal
         assert in_parts < 3 * of_whole < 0.1
 
 
 def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return what a head in parts computes beside what the whole one does, and the gradients."""
+    """Return the results and gradients of a head in parts, and those of the full head."""
     logprobs.BLOCK_ELEMENTS["cpu"], logprobs.BLOCK_WORDS = 500, 32
     torch.manual_seed(0)
     leaves = [torch.randn(20, 16), torch.randn(301, 16), torch.randn(301)]
@@ -299,14 +299,14 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
     ("cap", "filters", "compiles"),
     [(None, False, False), (2.0, True, False), pytest.param(2.0, True, True, marks=pytest.mark.slow)],
 )
-def test_tensor_parallel_head_equals_the_whole_head(cap: float | None, filters: bool, compiles: bool) -> None:
+def test_tensor_parallel_head_matches_the_full_head(cap: float | None, filters: bool, compiles: bool) -> None:
     for pairs in on_ranks(2, with_a_cut_head, cap, filters, compiles, limit_s=LIMIT_S):
         for actual, expected in pairs:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def combined(ranks: Ranks) -> list[tuple[Shared, Tensor, Tensor]]:
-    """Return every shared piece of this part's gradients, before and after they are combined."""
+    """Return the shared elements of this part's gradients, before and after they are combined."""
     _, divided = part_of(whole_model(FAMILIES["Qwen3-MoE"]()), ranks.rank, ranks.world_size)
     torch.manual_seed(ranks.rank)
     cuts = divided.cuts[divided.part]
@@ -324,7 +324,7 @@ def combined(ranks: Ranks) -> list[tuple[Shared, Tensor, Tensor]]:
     ]
 
 
-def test_parts_that_share_elements_get_one_gradient_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_share_elements_get_equal_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "FLAT_ELEMENTS", 20_000)
     pieces: dict[Shared, list[tuple[Tensor, Tensor]]] = {}
     for combined_pieces in on_ranks(4, combined):
@@ -338,7 +338,7 @@ def test_parts_that_share_elements_get_one_gradient_to_the_bit(monkeypatch: pyte
         assert all(torch.equal(after, expected) for _, after in of_parts), shared
 
 
-def test_a_parts_config_differs_in_its_heads_alone() -> None:
+def test_config_of_a_part_differs_only_in_its_heads() -> None:
     model = whole_model(FAMILIES["Qwen3"]())
     block = model.get_submodule("model.layers.0.self_attn")
     cut_layers.count_own_heads(block, 2)
@@ -352,8 +352,8 @@ def test_a_parts_config_differs_in_its_heads_alone() -> None:
     assert heads._attn_implementation == attention.NAME
 
 
-def test_one_run_may_mix_shared_and_own_elements() -> None:
-    """A fused parameter with one KV head: on the last part its queries, keys and values follow each other."""
+def test_one_range_may_mix_shared_and_own_elements() -> None:
+    """A fused parameter with one KV head: on the last part its queries, keys and values are adjacent."""
     cuts = [Cut((6,), (((0, 2), (4, 2)),)), Cut((6,), (((2, 4),),))]
     (shared,) = shared_elements([{"w": cut} for cut in cuts], {"w"})
     assert (shared.start, shared.length, shared.parts, shared.adds_up) == (4, 2, (0, 1), True)

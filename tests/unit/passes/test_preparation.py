@@ -1,4 +1,4 @@
-"""Preparing a model: what is chosen, what is refused, and that no parameter moves."""
+"""Preparing a model: its choices, its refusals, and that no parameter moves."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -63,13 +63,13 @@ def llama(num_layers: int = 2) -> PreTrainedModel:
 
 
 def noted(model: PreTrainedModel, **choices: Any) -> tuple[PreparedModel, list[str]]:
-    """Prepare a model, and return what was reported, too."""
+    """Prepare a model, and return it with the logged lines."""
     with logged() as lines:
         return prepare(model, TrainConfig.of(model_name="m", **choices).compute), lines
 
 
 def quietly(model: PreTrainedModel, **choices: Any) -> PreparedModel:
-    """Prepare a model about which nothing is reported."""
+    """Prepare a model, and check that nothing is logged."""
     with nothing_logged():
         return prepare(model, TrainConfig.of(model_name="m", **choices).compute)
 
@@ -85,7 +85,7 @@ def assert_close(ours: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_without_experts_is_not_called_for_them() -> None:
+def test_model_without_experts_is_not_called_for_routing() -> None:
     model, calls = llama(), list[None]()
     prepared = PreparedModel(model)
     prepared.replay = RouterReplay.if_known(model)
@@ -94,14 +94,14 @@ def test_a_model_without_experts_is_not_called_for_them() -> None:
     assert len(calls) == 2 * len(CHECKED_LENGTHS) + 1, "alone with two kinds of attention, and all as one"
 
 
-def test_packed_attention_is_chosen_without_a_word() -> None:
+def test_packed_attention_is_chosen_without_a_log_line() -> None:
     model = llama()
     quietly(model)
     assert model.config._attn_implementation == attention.NAME
     assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json must not mention it
 
 
-def test_a_model_with_an_embedding_of_zeros_is_prepared() -> None:
+def test_model_with_a_zero_embedding_is_prepared() -> None:
     model = llama()
     first = example_tokens(model)[0]  # its hidden state is 0, too
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_a_model_with_an_embedding_of_zeros_is_prepared() -> None:
     quietly(model)
 
 
-def test_prompts_are_shared_only_if_completions_see_them(
+def test_prompts_are_shared_only_if_completions_attend_to_them(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -125,7 +125,7 @@ def test_prompts_are_shared_only_if_completions_see_them(
     assert note.startswith("prompts are not shared: LlamaForCausalLM does not keep packed sequences apart")
 
 
-def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
+def test_prompts_are_not_shared_without_packed_attention() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     model = Gemma2ForCausalLM(config).eval()
     model.model._can_set_attn_implementation = lambda: False
@@ -133,7 +133,7 @@ def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
 
 
 def mixture() -> PreTrainedModel:
-    """Return a deep mixture of experts in bf16, in which it matters which expert computes a token."""
+    """Return a deep mixture of experts in bf16 whose output depends strongly on the chosen experts."""
     torch.manual_seed(0)
     sizes = SIZES | {"vocab_size": 301, "hidden_size": 128, "num_hidden_layers": 24}
     config = Qwen3MoeConfig(**sizes, head_dim=32, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=64)
@@ -148,8 +148,8 @@ def mixture() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
-def test_experts_are_watched_after_the_check_only_if_replayed(is_replayed: bool) -> None:
-    """In eager layers it would cost up to a quarter of a step."""
+def test_experts_are_recorded_after_the_check_only_if_replayed(is_replayed: bool) -> None:
+    """Recording in eager layers would cost up to a quarter of a step."""
     torch.manual_seed(0)
     sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, head_dim=8)).eval()
@@ -164,8 +164,8 @@ def test_experts_are_watched_after_the_check_only_if_replayed(is_replayed: bool)
         assert prepared.replay.watched(lambda: routing.plain_hidden(model, TOKENS)).shape == (len(TOKENS), 2 * 2)
 
 
-def test_experts_that_rounding_exchanges_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over many layers that changes hidden states as much as other sequences do, unless each choice is made once."""
+def test_experts_swapped_by_rounding_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many layers, swaps change hidden states as much as mixed sequences do, unless all passes use one choice."""
     quietly(mixture())
     monkeypatch.setattr(RouterReplay, "if_known", lambda _: None)
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
@@ -185,8 +185,8 @@ def test_replayed_experts_do_not_hide_mixed_sequences(monkeypatch: pytest.Monkey
         noted(model)
 
 
-def test_weights_that_hardly_attend_are_not_refused() -> None:
-    """As with vLLM's dummy weights: sequences affect each other less than rounding does."""
+def test_weights_that_barely_attend_are_not_refused() -> None:
+    """With vLLM's dummy weights, for example, mixed sequences change less than rounding does."""
     wide = {"vocab_size": 301, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
     model = Qwen2ForCausalLM(Qwen2Config(**(SIZES | wide))).bfloat16().eval()
     generator = torch.Generator().manual_seed(0)
@@ -198,7 +198,7 @@ def test_weights_that_hardly_attend_are_not_refused() -> None:
     assert model.config._attn_implementation == attention.NAME
 
 
-def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
+def test_family_that_mixes_sequences_is_refused_by_name() -> None:
     torch.manual_seed(0)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
     mamba = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)).eval()
@@ -207,8 +207,8 @@ def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
             noted(model)
 
 
-def test_a_family_with_another_signature_is_refused() -> None:
-    """Its exception is not a bug in Bridge, and is reported without a traceback."""
+def test_family_with_an_unsupported_signature_is_refused() -> None:
+    """The model's exception is not a bug in Bridge, and is reported without a traceback."""
 
     class Odd(LlamaForCausalLM): ...
 
@@ -218,7 +218,7 @@ def test_a_family_with_another_signature_is_refused() -> None:
         noted(model)
 
 
-def test_positions_that_do_not_restart_are_refused() -> None:
+def test_model_whose_positions_do_not_restart_is_refused() -> None:
     class Counting(GPT2LMHeadModel): ...
 
     torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_positions_that_do_not_restart_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(INSIDE))
-def test_language_model_inside_another_is_prepared_alone(family: str) -> None:
+def test_only_the_inner_language_model_is_prepared(family: str) -> None:
     config = FAMILIES[family]()
     model = skeleton.auto_class(config).from_config(config).eval()
     noted(model)
@@ -238,7 +238,7 @@ def test_language_model_inside_another_is_prepared_alone(family: str) -> None:
     assert model.config.vision_config._attn_implementation != attention.NAME
 
 
-def test_a_lost_window_leaves_the_models_own_attention() -> None:
+def test_model_with_a_lost_window_keeps_its_own_attention() -> None:
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4096)).eval()
     for layer in model.model.layers:
@@ -251,7 +251,7 @@ def test_a_lost_window_leaves_the_models_own_attention() -> None:
 
 
 def without_window(call: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-    """Call an attention layer as one that leaves its window to the mask."""
+    """Call an attention layer without its window, like a layer that leaves the window to the mask."""
     config = call.__self__.config  # type: ignore[attr-defined]
     window, config.sliding_window = config.sliding_window, None
     try:
@@ -277,7 +277,7 @@ def test_capped_scores_are_compared_with_eager_attention() -> None:
     assert model.config._attn_implementation == attention.NAME
 
 
-def test_checking_puts_windows_and_dropout_back() -> None:
+def test_check_restores_windows_and_dropout() -> None:
     torch.manual_seed(0)
     model = Starcoder2ForCausalLM(Starcoder2Config(**SIZES, sliding_window=48)).eval()
     dropout = model.model.layers[1].dropout = nn.Dropout(0.5)
@@ -310,7 +310,7 @@ def count_calls(module: nn.Module) -> list[None]:
     return calls
 
 
-def test_recomputing_switches_no_dropout_on() -> None:
+def test_recomputing_does_not_turn_dropout_on() -> None:
     torch.manual_seed(0)
     config = Starcoder2Config(**SIZES, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5)
     model = Starcoder2ForCausalLM(config).eval()
@@ -340,7 +340,7 @@ def test_hooks_run_once_and_no_parameter_is_replaced(monkeypatch: pytest.MonkeyP
 def test_backward_is_compiled_after_offloading_is_decided(
     offloads: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.compiler.reset()  # what another test compiled would be used again
+    torch.compiler.reset()  # otherwise code that another test compiled is reused
     differentiated = list[bool]()
 
     def compiled(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -384,7 +384,7 @@ def test_compiled_layers_give_the_same_gradients(recomputed: bool, monkeypatch: 
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_beneath_an_adapter_the_first_layer_runs_the_code_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_an_adapter_the_first_layer_shares_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     monkeypatch.setattr(layers, "COMPILER", "eager")
     for has_adapter in (False, True):
@@ -400,7 +400,7 @@ def test_beneath_an_adapter_the_first_layer_runs_the_code_of_all(monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
-def test_recomputed_layers_are_compiled_only_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_layers_are_compiled_only_in_that_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()
     recomputed_flags: list[bool] = []
@@ -422,7 +422,7 @@ def test_recomputed_layers_are_compiled_only_for_that(monkeypatch: pytest.Monkey
 
 
 def kept_bytes(prepared: PreparedModel) -> int:
-    """Return the bytes that the backward pass keeps, besides the parameters."""
+    """Return the bytes kept for the backward pass, without parameters."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -453,7 +453,7 @@ def test_compiled_recomputed_layers_keep_only_inputs(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
-def test_layer_with_graph_breaks_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_graph_breaks_is_recomputed_by_a_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
     torch._dynamo.reset()
     expected, model = gradients(PreparedModel(llama())), llama()
@@ -476,7 +476,7 @@ def test_layer_with_graph_breaks_is_called_again(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_a_recomputed_layer_draws_the_same_numbers(
+def test_recomputed_layer_draws_the_same_random_numbers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
@@ -499,9 +499,9 @@ def seeded_gradients(prepared: PreparedModel) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_layers_are_called_again_if_not_compilable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompilable_layers_are_recomputed_by_a_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
-        raise RuntimeError("not without what it made")
+        raise RuntimeError("the compiler failed")
 
     monkeypatch.setattr(layers, "COMPILER", "eager")
     monkeypatch.setattr(layers, "_keeping_inputs", broken)
@@ -509,13 +509,13 @@ def test_layers_are_called_again_if_not_compilable(monkeypatch: pytest.MonkeyPat
     expected, model = gradients(PreparedModel(llama())), llama()
     prepared, (note,) = noted(model, compile_layers=True, gradient_checkpointing=True)
     assert note.startswith("layers are not compiled: ")
-    assert "not without what it made" in note
+    assert "the compiler failed" in note
     assert model.is_gradient_checkpointing
     assert_close(gradients(prepared), expected)
 
 
 def test_each_form_of_a_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale of attention is a number that its operator needs: as an input of the graph it would be traced again."""
+    """Attention's operator needs the scale as a number; as an input of the graph it would cause another trace."""
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
     torch.compiler.reset()
@@ -526,8 +526,8 @@ def test_each_form_of_a_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) ->
     assert traced["total"] == traced["ok"] == 4, "packed and with shared prompts, with and without gradients"
 
 
-def test_layers_with_numbers_of_their_own_share_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DiffLlama has one in each layer; as constants, 17 layers in four forms would reach the limit and run eagerly."""
+def test_layers_with_different_constants_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DiffLlama has a different constant per layer: 17 layers in four forms would exceed the limit and run eagerly."""
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
     torch.compiler.reset()
@@ -538,7 +538,7 @@ def test_layers_with_numbers_of_their_own_share_their_code(monkeypatch: pytest.M
     assert counters["frames"] == {"total": 4, "ok": 4}, "packed and with shared prompts, with and without gradients"
 
 
-def test_uncompilable_layers_run_eagerly_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompilable_layers_run_eagerly_with_one_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no compiler here\nat all")
 
@@ -551,7 +551,7 @@ def test_uncompilable_layers_run_eagerly_with_one_note(monkeypatch: pytest.Monke
     assert_close(gradients(prepared), expected)
 
 
-def test_compiled_layers_with_other_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_with_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(graph: torch.fx.GraphModule, _: Any) -> Any:
         return lambda *inputs: [x * 2 if torch.is_tensor(x) and x.is_floating_point() else x for x in graph(*inputs)]
 
@@ -593,7 +593,7 @@ def test_liger_kernel_is_applied_without_its_losses(
 
 
 @pytest.mark.parametrize("sequence", range(len(CHECKED_LENGTHS)))
-def test_hidden_states_that_are_nan_fail_the_check(sequence: int) -> None:
+def test_nan_hidden_states_fail_the_check(sequence: int) -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama()).eval()
     alone_TH = Expected.of(PreparedModel(model)).alone_TH
     broken_TH = alone_TH.clone()

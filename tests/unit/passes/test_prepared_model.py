@@ -1,4 +1,4 @@
-"""A prepared model: no other one depends on it, and without it the model is transformers' again, to the bit."""
+"""A prepared model is independent of others, and its release restores transformers' results to the bit."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,7 +58,7 @@ def mixture() -> PreTrainedModel:
 
 
 def with_rates_of_dropout() -> PreTrainedModel:
-    """Return a model whose layers hold rates of dropout as numbers, and of which a part is in training mode."""
+    """Return a model whose layers store dropout rates as numbers, and which is partly in training mode."""
     rates = {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5}
     model = made(Starcoder2Config(**SIZES, **rates))
     model.get_decoder().layers[1].dropout = nn.Dropout(0.5)
@@ -91,7 +91,7 @@ def computed(model: PreTrainedModel) -> list[Tensor]:
 
 
 def held(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """Return what every module holds beside its parameters: methods, numbers and flags, and how many hooks."""
+    """Return the attributes of every module except its parameters, and its number of hooks."""
     return {
         name: {key: len(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
         for name, module in model.named_modules()
@@ -118,7 +118,7 @@ KINDS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_released_a_model_computes_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_model_computes_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
     make, choices = KINDS[kind]
     model = make()
@@ -135,7 +135,7 @@ def test_released_a_model_computes_as_before(kind: str, monkeypatch: pytest.Monk
 
 
 def test_each_kind_of_preparation_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing would have been released."""
+    """Otherwise the test of `release` would prove nothing."""
     monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
     assert prepared_by(llama(), gradient_checkpointing=True).model.is_gradient_checkpointing
     assert prepared_by(llama(), compile_layers=True).is_compiled
@@ -148,8 +148,8 @@ def test_each_kind_of_preparation_changes_the_model(monkeypatch: pytest.MonkeyPa
     assert rates.model.layers[0].training
 
 
-def test_later_choices_are_released_too() -> None:
-    """A run's budget lets layers keep less, and a caller adds hooks."""
+def test_release_undoes_later_choices() -> None:
+    """A run's budget may make layers keep less, and a caller may add hooks."""
     model = llama()
     before, expected = held(model), computed(model)
     prepared = prepared_by(model)
@@ -163,7 +163,7 @@ def test_later_choices_are_released_too() -> None:
     prepared.hooks.append(model.register_forward_pre_hook(refuse, with_kwargs=True))
     with pytest.raises(UsageError):
         computed(model)
-    for _ in range(2):  # the second time there is nothing to release
+    for _ in range(2):  # the second call has nothing to release
         prepared.release()
         assert held(model) == before
         assert all(one.equal(other) for one, other in zip(computed(model), expected, strict=True))
@@ -215,7 +215,7 @@ def test_refused_model_is_left_unchanged(reason: str, monkeypatch: pytest.Monkey
     assert all(one.equal(other) for one, other in zip(computed(model), expected, strict=True))
 
 
-def test_experts_given_to_one_model_reach_no_other() -> None:
+def test_experts_given_to_one_model_do_not_reach_another() -> None:
     config = test_routing.FAMILIES["qwen 3 moe"]
     pack = test_routing.pack_of(test_routing.samples(test_routing.chosen(config)))
     plain = PreparedModel(test_routing.model_of(config))
@@ -235,8 +235,8 @@ def test_experts_given_to_one_model_reach_no_other() -> None:
     assert second.logprobs(pack, 1.0)[0].equal(given_N)
 
 
-def test_two_models_keep_and_cut_independently() -> None:
-    """As the trained one and its reference, of which one alone is recomputed."""
+def test_two_models_recompute_and_slice_independently() -> None:
+    """For example a trained model and its reference, of which only one is recomputed."""
     first, second = (prepared_by(llama()) for _ in range(2))
     with nothing_logged():
         recompute_activations(first, HOST_INPUTS)
@@ -247,7 +247,7 @@ def test_two_models_keep_and_cut_independently() -> None:
     assert second.shares_prompts
 
 
-def test_images_are_proved_once_for_each_prepared_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_checked_once_per_prepared_model(monkeypatch: pytest.MonkeyPatch) -> None:
     proved = list[int]()
     monkeypatch.setattr(image_proof, "prove", lambda _, samples: proved.append(len(samples)))
     model = test_image_embeddings.model_of("Mistral 3")

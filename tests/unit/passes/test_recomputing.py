@@ -1,4 +1,4 @@
-"""Recomputed layers, with attention's output kept and with their inputs in host memory: the same gradients."""
+"""Recomputed layers have the same gradients, also with attention's output kept or inputs in host memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,7 +49,7 @@ def _fresh() -> Iterator[None]:
 
 
 def computed(prepared: PreparedModel) -> tuple[list[Tensor], int]:
-    """Return the gradients, and how often the backward pass called attention."""
+    """Return the gradients, and how often the backward pass called attention's operator."""
     hidden = packed(prepared, tokens(), LENGTHS)
     with Forward() as counted:
         own = gradients(prepared.model, hidden)
@@ -58,7 +58,7 @@ def computed(prepared: PreparedModel) -> tuple[list[Tensor], int]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["qwen3", "mistral, by a window", "gemma 3", "mixtral"])
-def test_gradients_are_those_of_kept_activations(family: str, way: str) -> None:
+def test_recomputed_gradients_match_kept_activations(family: str, way: str) -> None:
     model = tiny(FAMILIES[family])
     model.set_attn_implementation(attention.NAME)
     prepared = PreparedModel(model)
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_kept_activations(family: str, way: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(own, expected, strict=True))
 
 
-def test_attention_is_computed_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_attention_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
     model = tiny(FAMILIES["qwen3"])
     model.set_attn_implementation(attention.NAME)
@@ -103,7 +103,7 @@ def test_compiled_layers_that_recompute_have_the_same_gradients(kept: str, monke
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_layer_inputs_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = list[torch.Size]()
 
     def to_host(_: object, tensor: Tensor) -> tuple[Tensor, None]:
@@ -122,7 +122,7 @@ def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyP
     computed(prepared)
     hidden = torch.Size([1, sum(LENGTHS), model.config.hidden_size])
     assert set(moved) == {hidden}
-    assert len(moved) <= len(layers.decoder_layers(model)) + 4  # and of the last norm, here in float32
+    assert len(moved) <= len(layers.decoder_layers(model)) + 4  # plus inputs of the last norm, in float32 here
 
 
 def on_gpu(name: str) -> Any:
@@ -134,7 +134,7 @@ def on_gpu(name: str) -> Any:
 
 
 def test_device_memory_is_independent_of_host_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is taken and freed in the order of the stream that computes, never by `record_stream`."""
+    """Memory is allocated and freed in the order of the computing stream, without `record_stream`."""
     cuda, inside, tensors = MagicMock(), list[bool](), [on_gpu(str(number)) for number in range(6)]
     computing = cuda.current_stream.return_value
     made = list[Any]()
@@ -164,7 +164,7 @@ def test_device_memory_is_independent_of_host_run_ahead(monkeypatch: pytest.Monk
     "kept", [torch.ones(4, 6)[:, :3], torch.ones(4, 1).expand(4, 3), torch.ones(6, 4)[:3].T, torch.ones(4, 3).T]
 )
 def test_offloaded_tensors_keep_their_strides(kept: Tensor) -> None:
-    """Compiled code counts on it."""
+    """Compiled code relies on strides."""
     keeper = activation_offload._Kept(set(), kept.numel(), kept.dtype)
     back = keeper.unpack(keeper.pack(kept))
     assert back.stride() == kept.stride()

@@ -1,4 +1,4 @@
-"""Layers with a state: packed sequences compute what each computes alone, forward and backward, in every form."""
+"""Recurrent layers: packed sequences match separate ones, forward and backward, eager, recomputed and compiled."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from tests.models.families import FAMILIES
 
 HYBRIDS = ("Qwen3.5 (text)", "Qwen3-Next")
 LENGTHS = (70, 70, 69, 11, 6, 1)
-"""Longer than a chunk of the state's code, 64 tokens; of equal length, of similar lengths, and short."""
+"""Sequence lengths: more than the 64 tokens of a chunk, equal ones, similar ones, and short ones."""
 TOKENS = torch.arange(sum(LENGTHS)) * 7919 % 301
 TOLERANCE = 1e-4
 
@@ -28,7 +28,7 @@ def hybrid(family: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            torch.nn.init.normal_(parameter, -2.0, 0.1)  # a state that lasts
+            torch.nn.init.normal_(parameter, -2.0, 0.1)  # a state that fades slowly
     return model.eval()
 
 
@@ -54,7 +54,7 @@ def _eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "form", [lambda _: None, layers.call_again, layers.compile_layers], ids=["plain", "recomputed", "compiled"]
 )
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_packed_states_are_those_of_each_sequence(family: str, form: Callable[[PreTrainedModel], None]) -> None:
+def test_packed_recurrent_states_match_separate_sequences(family: str, form: Callable[[PreTrainedModel], None]) -> None:
     model = hybrid(family)
     expected = alone(model)
     expected_gradients = gradients(model, expected)
@@ -84,7 +84,7 @@ def test_leaked_recurrent_state_is_detected(family: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_prompts_are_not_shared_by_states(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_are_not_shared_in_recurrent_layers(family: str, caplog: pytest.LogCaptureFixture) -> None:
     assert not prepare(hybrid(family), TrainConfig.of(model_name="m").compute).shares_prompts
     (note,) = caplog.messages
     assert "GatedDeltaNet carries a state from token to token" in note

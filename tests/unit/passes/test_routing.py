@@ -1,4 +1,4 @@
-"""Router replay: given experts are computed with, in every family, alone, packed, sliced, recomputed and compiled."""
+"""Router replay: every family computes with given experts, whether packed, sliced, recomputed or compiled."""
 
 import copy
 from collections.abc import Callable
@@ -82,10 +82,10 @@ LENGTHS = (9, 6, 6, 4)
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
-    model.set_experts_implementation("batched_mm")  # float32 has no grouped product that compiles here
+    model.set_experts_implementation("batched_mm")  # the grouped float32 product does not compile here
     for name, parameter in model.named_parameters():
         if "gate" in name or "router" in name:
-            torch.nn.init.normal_(parameter.data, std=0.5)  # choices that differ from token to token
+            torch.nn.init.normal_(parameter.data, std=0.5)  # so that choices differ between tokens
     attention.choose(model, attention.NAME)
     return model
 
@@ -102,7 +102,7 @@ def num_layers(config: PreTrainedConfig) -> int:
 
 
 def samples(experts: Tensor | None = None, *, num: int = len(LENGTHS)) -> list[Sample]:
-    """Return samples whose first two share a prompt; `experts` of each: [S, T, L, K]."""
+    """Return samples with these `experts` [S, T, L, K]; the first two share a prompt."""
     chance, made = torch.Generator().manual_seed(1), list[Sample]()
     for number, length in enumerate(LENGTHS[:num]):
         ids = tuple(torch.randint(3, 97, (length,), generator=chance).tolist())
@@ -123,7 +123,7 @@ def samples(experts: Tensor | None = None, *, num: int = len(LENGTHS)) -> list[S
 
 
 def chosen(config: PreTrainedConfig) -> Tensor:
-    """Return experts for samples of one shape; those of the shared prompt are the same: [S, T, L, K]."""
+    """Return experts for samples of equal shape, the same for a shared prompt: [S, T, L, K]."""
     chance = torch.Generator().manual_seed(3)
     scores = torch.rand(len(LENGTHS), max(LENGTHS), num_layers(config), NUM_EXPERTS, generator=chance)
     experts = scores.topk(NUM_CHOSEN, dim=-1).indices
@@ -145,7 +145,7 @@ def computed(prepared: PreparedModel, pack: MicroBatch) -> tuple[Tensor, dict[st
 
 
 def without_groups(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the same model, whose routers choose among all experts: which groups exist changes no weight."""
+    """Return the same model with routers that choose among all experts; groups do not change its weights."""
     plain = copy.deepcopy(config)
     for name, value in ONE_GROUP.items():
         if hasattr(plain, name):
@@ -154,7 +154,7 @@ def without_groups(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def in_words(config: PreTrainedConfig, sample: Sample, experts: Tensor) -> Tensor:
-    """Return the log-probabilities of one sample, whose routers' choices are replaced at every call of topk: [N]."""
+    """Return the log-probabilities of one sample, with the routers' choice replaced in every call of topk: [N]."""
     model, real, calls = model_of(without_groups(config)), torch.topk, list[int]()
     given = experts[: sample.num_tokens]
 
@@ -181,7 +181,7 @@ GROUPED = [name for name in FAMILIES if name.endswith("of groups")]
 
 
 def weight_of_given(gate: Any, config: Any, hidden_TH: Tensor, given_TK: Tensor) -> Tensor:
-    """Return how much given experts count, by the formula of the family's paper: [T, K]."""
+    """Return the weights of the given experts by the formula in the family's paper: [T, K]."""
     logits_TE: Tensor = hidden_TH @ gate.weight.T
     if config.model_type == "deepseek_v2":
         weights_TK = logits_TE.softmax(1).gather(1, given_TK)
@@ -193,7 +193,7 @@ def weight_of_given(gate: Any, config: Any, hidden_TH: Tensor, given_TK: Tensor)
 
 
 @pytest.mark.parametrize("family", GROUPED)
-def test_experts_of_other_groups_count_by_the_formula(family: str) -> None:
+def test_experts_of_unchosen_groups_weigh_as_in_the_paper(family: str) -> None:
     config = copy.deepcopy(FAMILIES[family])
     config.topk_group = config.num_hidden_layers = 1
     model, taken = model_of(config), list[tuple[Tensor, Tensor, Tensor]]()
@@ -214,8 +214,8 @@ def test_experts_of_other_groups_count_by_the_formula(family: str) -> None:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_given_experts_are_computed_with(family: str, share_prompts: bool) -> None:
-    """In packs, against each sequence alone with a replaced torch.topk."""
+def test_given_experts_are_used(family: str, share_prompts: bool) -> None:
+    """Compare packs with separate sequences under a replaced torch.topk."""
     config = FAMILIES[family]
     experts, (prepared, replay) = chosen(config), replaying(model_of(config), num_layers(config))
     made = samples(experts)
@@ -238,7 +238,7 @@ def test_given_experts_are_computed_with(family: str, share_prompts: bool) -> No
     assert not replay.expert_tokens().any()
 
 
-def test_without_given_experts_nothing_changes() -> None:
+def test_unknown_experts_change_nothing() -> None:
     model, pack = model_of(FAMILIES["qwen 3 moe"]), pack_of(samples())
     plain_N, plain = computed(PreparedModel(model), pack)
     prepared, replay = replaying(model)
@@ -248,7 +248,7 @@ def test_without_given_experts_nothing_changes() -> None:
     assert replay.rerouted().tolist() == [0, 0]
 
 
-def test_balance_shows_the_busiest_expert_and_dead_ones() -> None:
+def test_balance_reports_the_busiest_expert_and_dead_experts() -> None:
     tokens_LE = torch.tensor([[4.0, 0, 2, 2], [1, 1, 1, 5]])
     assert routing.balance(tokens_LE) == {"max_vio": 1.25, "dead_experts": 0.125}
     assert routing.balance(tokens_LE[:0]) == {"max_vio": None, "dead_experts": None}
@@ -268,7 +268,7 @@ def test_samples_with_and_without_experts_share_a_pack() -> None:
 
 @pytest.mark.parametrize("family", ["qwen 3 moe", "dots 1, of groups"])
 @pytest.mark.parametrize("how", ["called again", "compiled", "compiled and recomputed"])
-def test_the_choice_lasts_for_the_backward_pass(how: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_experts_are_used_in_the_backward_pass(how: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = FAMILIES[family]
     pack = pack_of(samples(chosen(config)))
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
@@ -311,12 +311,12 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
     "places": lambda scores: torch.topk(scores, NUM_CHOSEN, 1, True, False),
     "names": lambda scores: torch.topk(input=scores, k=NUM_CHOSEN, dim=1, sorted=False),
 }
-"""Ways of writing a router's choice."""
+"""Ways to call topk in a router."""
 
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_replay_finds_topk_in_any_spelling(way: str, compiles: bool) -> None:
+def test_replay_intercepts_topk_however_it_is_called(way: str, compiles: bool) -> None:
     def both(scores: Tensor) -> tuple[Any, Any]:
         with routing.Replay(block):
             of_experts = WAYS[way](scores)
@@ -350,13 +350,13 @@ def test_routers_reading_named_choices_take_given_experts() -> None:
 
 def test_router_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(FAMILIES["mixtral"])
-    monkeypatch.setattr(model, "get_decoder", lambda: model)  # as Llama 4 does: it returns no hidden states
+    monkeypatch.setattr(model, "get_decoder", lambda: model)  # as in Llama 4, it returns no hidden states
     with pytest.raises(UnsupportedModelError, match="cannot be called like other language models: AttributeError"):
         RouterReplay.of(model)
 
 
-def test_failed_replay_trial_leaves_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is short, say, and the caller tries again."""
+def test_failed_replay_trial_restores_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may run out, and the caller retries."""
 
     def too_large(_: PreTrainedModel) -> Tensor:
         raise torch.OutOfMemoryError("made up")
@@ -368,7 +368,7 @@ def test_failed_replay_trial_leaves_the_routers(monkeypatch: pytest.MonkeyPatch)
     assert all("forward" not in vars(layer.mlp) for layer in model.get_decoder().layers)
 
 
-def test_dropout_neither_hides_the_experts_nor_draws_numbers() -> None:
+def test_replay_check_turns_dropout_off() -> None:
     model = model_of(FAMILIES["mixtral"])
     lora = TrainConfig.of(model_name="m", mode="lora_only", lora_r=4, lora_dropout=0.5).lora
     adapter = Adapter(model, lora, seed=0, base_name="base")
@@ -382,7 +382,7 @@ def test_dropout_neither_hides_the_experts_nor_draws_numbers() -> None:
 
 
 def sliced(ranks: Ranks) -> tuple[float, float, float]:
-    """Return how far log-probabilities are from those of a whole pack, and the share of rerouted tokens of both."""
+    """Return how far log-probabilities are from those of a full pack, and the share of rerouted tokens in both."""
     config = FAMILIES["mixtral"]
     pack, (prepared, replay) = pack_of(samples(chosen(config)), share_prompts=True), replaying(model_of(config))
     whole_N, _ = computed(prepared, pack)
@@ -393,7 +393,7 @@ def sliced(ranks: Ranks) -> tuple[float, float, float]:
     return float((own_N - whole_N).abs().max()), figures["rerouted_share"], rerouted / known
 
 
-def test_slices_take_the_experts_of_their_tokens() -> None:
+def test_each_slice_uses_the_experts_of_its_tokens() -> None:
     for difference, rerouted_share, expected_share in on_ranks(2, sliced, cp_size=2, limit_s=110):
         assert difference < 1e-4
         assert rerouted_share == pytest.approx(expected_share)
@@ -413,7 +413,7 @@ def test_layers_with_different_numbers_of_experts_are_refused() -> None:
     assert prepared.logprobs(pack, 1.0)[0].equal(before_N), "its own routers choose"
 
 
-def test_other_routers_are_refused_by_name() -> None:
+def test_unsupported_routers_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="in 0 of 0 layers with experts, and the server 2 in 2"):
         RouterReplay.of(model_of(LlamaConfig(**SIZES)), (2, 2))
     with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM chooses \[2\] experts per token in 2 of 2"):

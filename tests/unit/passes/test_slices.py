@@ -1,7 +1,7 @@
-"""Packs cut into slices over several ranks: the log-probabilities, gradients and steps of one process.
+"""Packs sliced over several ranks have the log-probabilities, gradients and steps of a single process.
 
-In float32 the largest difference was 4e-5, of a gradient far below the largest (2026-11-26). An exchange that is wrong
-shows in the first digits.
+In float32 the largest difference was 4e-5, in a gradient far smaller than the largest one (2026-11-26). A wrong
+exchange shows in the first digits.
 """
 
 import copy
@@ -30,13 +30,13 @@ from tests.unit.run.test_learner import base, config_of, learner_of, made_by
 from tests.unit.several_ranks import on_ranks
 
 TOLERANCE = 1e-3
-"""25 times what rounding did. Of log-probabilities in nats, relative to the largest above 1, and of gradients
-relative to their norm."""
+"""25 times the measured rounding error. Log-probabilities in nats are compared relative to the largest one if that
+exceeds 1, and gradients relative to their norm."""
 FLOOR = 1e-3
-"""Of the largest gradient: a smaller one, zero but for rounding, is compared with that."""
+"""Gradients are compared relative to at least this share of the largest one: some are zero except for rounding."""
 LENGTHS = {"several sequences": (19, 12, 7, 6, 5), "one long sequence": (31,), "fewer tokens than ranks": (3,)}
-"""At least three tokens, of which the first two differ: over one key, or equal ones, gradients of queries and keys are
-zero but for rounding."""
+"""Sequences have at least three tokens, and the first two differ: with one key, or equal keys, the gradients of queries
+and keys are zero except for rounding."""
 LIMIT_S = 110.0
 OF_HEADS = Qwen2Config(**(SIZES | {"num_attention_heads": 12, "hidden_size": 48}))
 """Four query heads for each of three key-value heads."""
@@ -44,7 +44,7 @@ OF_HEADS.num_key_value_heads = 3
 
 
 def pack_of(lengths: tuple[int, ...], *, share_prompts: bool, is_filtered: bool = False) -> MicroBatch:
-    """Pack samples of so many tokens, of which two follow each prompt."""
+    """Pack samples with these numbers of tokens; every two consecutive samples have the same prompt."""
     chance, samples = torch.Generator().manual_seed(0), list[Sample]()
     for number, length in enumerate(lengths):
         ids = tuple(torch.randint(3, 97, (length,), generator=chance).tolist())
@@ -69,7 +69,7 @@ def pack_of(lengths: tuple[int, ...], *, share_prompts: bool, is_filtered: bool 
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     own = copy.deepcopy(config)
-    own.initializer_range = 0.2  # attention matters, and rounding does not
+    own.initializer_range = 0.2  # so that attention matters more than rounding
     model: PreTrainedModel = AutoModelForCausalLM.from_config(own).float().eval()
     attention.choose(model, attention.NAME)
     return model
@@ -92,7 +92,7 @@ def computed(prepared: PreparedModel, pack: MicroBatch) -> tuple[Tensor, Tensor,
 
 
 def compared(ranks: Ranks, config: PreTrainedConfig) -> dict[str, float]:
-    """Return the largest difference between cut packs and whole ones, by pack."""
+    """Return the largest difference between sliced and full packs, by pack."""
     prepared, worst = cut_model_of(config, ranks), dict[str, float]()
     for name, lengths in LENGTHS.items():
         for share_prompts in (False, True):
@@ -111,15 +111,15 @@ def compared(ranks: Ranks, config: PreTrainedConfig) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_attention_computes_the_same_on_slices(family: str) -> None:
-    """With four ranks there are fewer key-value heads than ranks."""
+def test_slices_match_full_packs_for_every_attention(family: str) -> None:
+    """Four ranks are more than there are key-value heads."""
     for result in on_ranks(4, compared, FAMILIES[family], cp_size=4, limit_s=LIMIT_S):
         assert max(result.values()) < TOLERANCE, result
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
-def test_key_value_heads_are_sent_where_they_are_needed(size: int) -> None:
-    """Three key-value heads for twelve query heads: whole, one each, and in uneven groups."""
+def test_ranks_receive_the_key_value_heads_they_need(size: int) -> None:
+    """Three key-value heads for twelve query heads: all on each rank, one per rank, and in uneven groups."""
     for result in on_ranks(size, compared, OF_HEADS, cp_size=size, limit_s=LIMIT_S):
         assert max(result.values()) < TOLERANCE, result
 
@@ -135,7 +135,7 @@ def test_slices_cover_a_pack(num_tokens: int) -> None:
 
 
 def reported(ranks: Ranks) -> list[str]:
-    """Prepare and prove a cut model, and return what was reported."""
+    """Prepare and check a sliced model, and return the logged lines."""
     model = model_of(FAMILIES["qwen3"])
     attention.choose(model, "sdpa")
     with logged() as lines:
@@ -145,25 +145,25 @@ def reported(ranks: Ranks) -> list[str]:
     return lines
 
 
-def test_a_cut_model_is_prepared_and_proved() -> None:
+def test_sliced_model_is_prepared_and_checked() -> None:
     assert on_ranks(2, reported, cp_size=2, limit_s=LIMIT_S) == [[], []]
 
 
 def compiled(ranks: Ranks) -> tuple[int, float]:
-    """Compile the layers of a cut model with the kernel for variable lengths; return breaks, and how far it is off."""
+    """Compile a sliced model's layers with the variable-length kernel; return graph breaks and the largest error."""
     prepared = cut_model_of(FAMILIES["qwen3"], ranks)
     pack = pack_of(LENGTHS["one long sequence"], share_prompts=False)
     attention._fits_kernel = lambda *_: True
     with kernel_on_the_cpu():
         logprobs_N, _, _ = computed(prepared, pack)
         layers.COMPILER = "aot_eager"
-        torch._dynamo.utils.counters.clear()  # of tests before this one
+        torch._dynamo.utils.counters.clear()  # from earlier tests
         layers.compile_layers(prepared.model)
         own_logprobs_N, _, _ = computed(prepared, pack)
     return sum(torch._dynamo.utils.counters["graph_break"].values()), float((own_logprobs_N - logprobs_N).abs().max())
 
 
-def test_compiled_layers_are_one_graph_with_their_exchanges() -> None:
+def test_compiled_layers_and_exchanges_are_one_graph() -> None:
     """Several graphs could not be recomputed by the compiler."""
     for num_breaks, difference in on_ranks(2, compiled, cp_size=2, limit_s=LIMIT_S):
         assert num_breaks == 0
@@ -171,7 +171,7 @@ def test_compiled_layers_are_one_graph_with_their_exchanges() -> None:
 
 
 def spoiled(ranks: Ranks, fault: str) -> None:
-    """Prove a model whose exchange is wrong."""
+    """Check a model whose exchange is wrong."""
     to_heads, own_heads = Slices.to_heads, Slices.own_heads
     if fault == "a gradient that is lost":
         Slices.to_heads = lambda self, query, key, value: to_heads(self, query, key.detach(), value)  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def spoiled(ranks: Ranks, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["a gradient that is lost", "sinks of other heads"])
-def test_a_wrong_exchange_is_refused(fault: str) -> None:
+def test_wrong_exchange_is_refused(fault: str) -> None:
     for error in on_ranks(2, spoiled, fault, cp_size=2, limit_s=LIMIT_S):
         assert isinstance(error, UnsupportedModelError), error
         assert "computed on 2 slices, differs by" in error.message
@@ -191,7 +191,7 @@ def refused(ranks: Ranks, config: PreTrainedConfig) -> None:
     cut_model_of(config, ranks)
 
 
-def test_uncuttable_layers_are_refused_by_name() -> None:
+def test_layers_that_cannot_be_sliced_are_refused_by_name() -> None:
     hybrid = Qwen3NextConfig(**SIZES, num_experts=0, layer_types=["linear_attention", "full_attention"])
     for error in on_ranks(2, refused, hybrid, cp_size=2):
         assert "carries a state from token to token" in str(error)
@@ -205,13 +205,13 @@ def own_attention(ranks: Ranks) -> None:
     computed(prepared, pack_of((5,), share_prompts=False))
 
 
-def test_attention_that_is_not_ours_is_refused() -> None:
+def test_slicing_refuses_attention_other_than_bridges() -> None:
     for error in on_ranks(2, own_attention, cp_size=2):
         assert "LlamaForCausalLM uses its own attention" in str(error)
 
 
 def learnt(ranks: Ranks, groups: list[Any], choices: dict[str, Any]) -> dict[str, Any]:
-    """Train two steps in float32."""
+    """Train for two steps in float32."""
     model = base()
     learner, figures = learner_of(model, ranks=ranks, **choices), []
     for step in (1, 2):
@@ -231,7 +231,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize(("world_size", "cp_size"), [(2, 2), (4, 2)])
-def test_groups_of_ranks_learn_as_one_process(choices: str, world_size: int, cp_size: int) -> None:
+def test_sliced_training_matches_one_process(choices: str, world_size: int, cp_size: int) -> None:
     groups = made_by(base(seed=8))
     alone, before = learnt(ALONE, groups, CHOICES[choices]), dict(base().named_parameters())
     results = on_ranks(world_size, learnt, groups, CHOICES[choices], cp_size=cp_size, limit_s=LIMIT_S)
@@ -249,7 +249,7 @@ def test_groups_of_ranks_learn_as_one_process(choices: str, world_size: int, cp_
             assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
 
 
-def test_a_second_model_as_reference_is_cut_and_proved(tmp_path: Path) -> None:
+def test_second_model_as_reference_is_sliced_and_checked(tmp_path: Path) -> None:
     folder = tiny.write(tiny.llama(), tmp_path / "model", seed=3)
     groups, choices = made_by(base(seed=8)), {"kl_coef": 0.5, "reference_model": str(folder)}
     alone = learnt(ALONE, groups, choices)
@@ -262,7 +262,7 @@ def test_a_second_model_as_reference_is_cut_and_proved(tmp_path: Path) -> None:
 
 
 def lost_inside(ranks: Ranks) -> None:
-    """Compute two passes, of which one rank leaves the second between the exchanges of its layers."""
+    """Compute two passes; one rank leaves the second pass between the exchanges of two layers."""
     prepared, pack = cut_model_of(FAMILIES["llama"], ranks), pack_of((31,), share_prompts=False)
 
     def leave(*_: object) -> None:
@@ -279,7 +279,7 @@ def lost_inside(ranks: Ranks) -> None:
     ranks.run_on_all(compute)
 
 
-def test_out_of_memory_on_one_rank_ends_all() -> None:
+def test_out_of_memory_on_one_rank_ends_all_ranks() -> None:
     for error in on_ranks(2, lost_inside, cp_size=2):
         assert isinstance(error, RankError)
         assert "out of memory: made up" in error.message or "stopped in a pass" in error.message

@@ -1,4 +1,4 @@
-"""A stand-in for torch's variable-length attention kernel, to test its call without a GPU."""
+"""A stand-in for torch's variable-length attention kernel, to test calls of it without a GPU."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from bridge.passes.attention import Rule, in_rows
 def kernel_on_the_cpu() -> Iterator[None]:
     """Give torch's GPU-only variable-length kernel a CPU implementation with the same signature.
 
-    It uses the given boundaries, windows and scale, so that a wrong one gives wrong numbers.
+    It uses the given boundaries, windows and scale, so that wrong arguments give wrong numbers.
     """
 
     def compute(
@@ -48,7 +48,7 @@ def kernel_on_the_cpu() -> Iterator[None]:
             output = compute(leaves[0], leaves[1], leaves[2], starts, starts_k, scale, window)
             return torch.autograd.grad(output, leaves, gradient)
 
-        with ThreadPoolExecutor(1) as thread:  # here, inside an operator, nothing is recorded
+        with ThreadPoolExecutor(1) as thread:  # inside an operator autograd records nothing, hence a thread
             return thread.submit(gradients).result()
 
     with torch.library._scoped_library("torch_attn", "FRAGMENT") as library:
