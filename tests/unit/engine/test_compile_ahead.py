@@ -1,4 +1,4 @@
-"""Compiling what the trainer runs while vLLM starts, on a model that stands in for the attached one."""
+"""Compiling the trainer's code while vLLM starts, on a stand-in for the attached model."""
 
 import os
 import random
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace what is compiled on a GPU, with the GPU's attention, and run the graphs as they are."""
+    """Trace what would be compiled on a GPU, with the GPU's attention, and run the graphs eagerly."""
     monkeypatch.setattr(layers, "COMPILER", "eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(factory, "SplitMasterAdamW", partial(SplitMasterAdamW, compiles=True))
@@ -86,7 +86,7 @@ def compiling_ahead(make: Callable[[], PreTrainedModel | None], config: TrainCon
 
 
 def group_of(experts: tuple[int, int] | None) -> Group:
-    """Return two completions of one prompt, with the experts of every token where a model replays them."""
+    """Return two completions of one prompt, with the experts of every token if the model replays them."""
     prompt, made = (1, 2, 3), list[Completion]()
     for token_ids in ((4, 5, 6, 7), (8, 9)):
         num_tokens = len(prompt) + len(token_ids) - 1
@@ -104,7 +104,7 @@ def group_of(experts: tuple[int, int] | None) -> Group:
 
 
 def train_real(config: TrainConfig, *, replays: bool = False) -> None:
-    """Take one step."""
+    """Take one training step on the real model."""
     opened = loaded.load(config.model_name, device="cpu")
     if config.mode == "lora_only":
         adapter = Adapter(opened.model, config.lora, seed=1, base_name=config.model_name)
@@ -144,7 +144,7 @@ def test_the_first_step_finds_everything_compiled(
 
 
 @pytest.mark.usefixtures("eager_graphs")
-def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
+def test_compiling_ahead_does_not_change_random_numbers(tmp_path: Path) -> None:
     choices = {"mode": "lora_only", "lora_r": 8, "lora_dropout": 0.1}
     config, states = config_of(write_model(tmp_path / "model"), **choices), []
     for compiles_ahead in (False, True):
@@ -162,7 +162,7 @@ def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
     assert states[0] == states[1]
 
 
-def test_a_stand_in_has_one_memory_for_each_shape(tmp_path: Path) -> None:
+def test_stand_in_shares_memory_between_equal_shapes(tmp_path: Path) -> None:
     model = maker(write_model(tmp_path / "model"))()
     assert model is not None
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -172,12 +172,12 @@ def test_a_stand_in_has_one_memory_for_each_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("share", "free_gib"), [(0.95, None), (0.5, 9)])
-def test_without_room_beside_vllm_nothing_is_compiled(
+def test_nothing_is_compiled_without_memory_beside_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, free_gib: int | None
 ) -> None:
-    """Else vLLM would find less free memory than its share, and not start.
+    """Otherwise vLLM would find less free memory than its share, and fail to start.
 
-    `free_gib` is None where free memory may not even be measured, which makes a CUDA context.
+    `free_gib` is None if free memory must not be measured, since that creates a CUDA context.
     """
     whole = 16 * 2**30
     free = pytest.fail if free_gib is None else lambda _: (free_gib * 2**30, whole)
@@ -190,7 +190,7 @@ def test_without_room_beside_vllm_nothing_is_compiled(
 
 
 @pytest.mark.parametrize("failing", ["stand_in", "prepare"])
-def test_an_error_costs_only_time(
+def test_compile_ahead_error_costs_only_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bool:
@@ -210,7 +210,7 @@ def _run_forever() -> NoReturn:
         time.sleep(0.01)
 
 
-def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stand_in_is_freed_after_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, config = list["weakref.ref[PreTrainedModel]"](), TrainConfig.of(model_name="m")
     monkeypatch.setattr(preparation, "prepare", lambda model, *_: models.append(weakref.ref(model)))
     monkeypatch.setattr(compile_ahead, "_compile_step", lambda *_: None)
@@ -221,15 +221,15 @@ def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_vllm_ready", [False, True])
-def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_vllm_ready: bool) -> None:
-    """Else the process would crash as it ends."""
+def test_ctrl_c_stops_compiling_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_vllm_ready: bool) -> None:
+    """Otherwise the process would crash when it exits."""
     numbers = list[int]()
 
     def compile_forever(*_: object) -> bool:
         numbers.append(threading.get_ident())
-        for delay_s in (0.5, 0.7):  # the second one while the first ends the thread
+        for delay_s in (0.5, 0.7):  # the second while the first ends the thread
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with suppress(SystemExit):  # as any code may
+        with suppress(SystemExit):  # as an interrupted process may raise
             _run_forever()
         _run_forever()
 

@@ -1,4 +1,4 @@
-"""Metrics of a step that follow from others."""
+"""Metrics of a step that are derived from other metrics."""
 
 import math
 from typing import Any
@@ -34,7 +34,7 @@ def test_utilization_is_operations_over_the_peak(peak: float, times: dict[str, f
     [(0, 400.0), (math.nan, 400.0), (5, 50.0)],
     ids=["sampled in the step", "unknown", "sampled during several steps"],
 )
-def test_tokens_of_groups_in_flight_are_those_of_the_whole_step(in_flight: float, tokens_per_s: float) -> None:
+def test_throughput_with_groups_in_flight_counts_the_full_step(in_flight: float, tokens_per_s: float) -> None:
     times = {"rollout_s": 0.25, "train_s": 1.0, "fence_pause_s": 0.0, "fence_write_s": 0.75, "fence_publish_s": 0.0}
     record = measuring.step_metrics(3, times, {"groups_in_flight": in_flight, "tokens_generated": 100})
     assert record.tokens_per_s == pytest.approx(tokens_per_s)

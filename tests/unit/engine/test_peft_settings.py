@@ -1,4 +1,4 @@
-"""PEFT's settings of an adapter: taken as they are, or refused by the name of what Bridge does not train."""
+"""PEFT's adapter settings are translated, or refused by the name of the setting that Bridge does not train."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_supported_peft_settings_are_taken(model: Path) -> None:
+def test_supported_peft_settings_are_translated(model: Path) -> None:
     given = peft.LoraConfig(
         r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM"
     )
@@ -49,19 +49,19 @@ def test_unsupported_peft_settings_are_refused_by_name(model: Path, choices: dic
         lora_of(settings, model)
 
 
-def test_other_objects_are_not_adapters(model: Path) -> None:
+def test_objects_that_are_not_lora_configs_are_refused(model: Path) -> None:
     with pytest.raises(UsageError, match="lora is a dict, expected a"):
         lora_of({"r": 8}, model)
     with pytest.raises(UsageError, match="lora is a IA3Config"):
         lora_of(peft.IA3Config(), model)
 
 
-def test_without_targets_those_of_peft_are_taken(model: Path) -> None:
+def test_default_target_modules_are_pefts(model: Path) -> None:
     assert lora_of(peft.LoraConfig(), model).target_modules == "q_proj,v_proj"
 
 
 @pytest.mark.parametrize("model_type", ["unknown to peft", ""])
-def test_a_type_without_targets_in_peft_is_refused(
+def test_model_type_without_peft_targets_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
     if model_type:

@@ -1,4 +1,4 @@
-"""`bridge.Policy` over a toy server's memory: wrong uses end in one clear error, and before the fence.
+"""`bridge.Policy` over a toy server's memory: misuse raises one clear error, before the fence.
 
 Not covered: a real server (`tests/cpu/test_library.py`).
 """
@@ -29,7 +29,7 @@ from tests.unit.passes.test_preparation import mixture
 
 
 class FenceClient(BridgeClient):
-    """Grants everything, and records the calls."""
+    """A client that grants every request, and records the calls."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -94,7 +94,7 @@ def weights(policy: bridge.Policy) -> list[Tensor]:
 def test_only_a_filtered_policy_computes_over_kept_words(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A teacher without filters scores what a filtered student sampled over the whole vocabulary."""
+    """A teacher without filters scores a filtered student's tokens over the full vocabulary."""
     sample = policy.encode("a", "b c")
     filtered = replace(sample, kept=((1e9, 1),) * len(sample.token_ids))
     ours, plain = (policy.logprobs(batch)[0] for group in (filtered, sample) for batch in policy.pack([group]))
@@ -104,9 +104,9 @@ def test_only_a_filtered_policy_computes_over_kept_words(
     assert not torch.equal(policy.logprobs(batch)[0], plain)
 
 
-def test_a_given_text_ends_as_a_sampled_one(policy: bridge.Policy, tmp_path: Path) -> None:
+def test_encoded_text_ends_like_a_sampled_completion(policy: bridge.Policy, tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path / "gemma", "gemma3")
-    tokenizer.eos_token = "<|endoftext|>"  # as in Gemma, whose turns end by <end_of_turn>
+    tokenizer.eos_token = "<|endoftext|>"  # as in Gemma, whose turns end with <end_of_turn>
     policy.tokenizer = tokenizer
     policy._vocabulary = Vocabulary.of(tokenizer, str(tmp_path / "gemma"))
     messages = [{"role": "user", "content": "2+3?"}]
@@ -117,7 +117,7 @@ def test_a_given_text_ends_as_a_sampled_one(policy: bridge.Policy, tmp_path: Pat
     assert tokenizer.decode(policy.encode("2+3=", "5").token_ids) == "5<|endoftext|>"
 
 
-def test_a_mixture_of_strong_experts_is_packed(policy: bridge.Policy) -> None:
+def test_mixture_of_experts_with_large_weights_is_packed(policy: bridge.Policy) -> None:
     policy.model = mixture()
     first, second = (batch for text in ("b c", "d") for batch in policy.pack([policy.encode("a", text)]))
     policy.model.gradient_checkpointing_enable()
@@ -135,7 +135,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> 
 @pytest.mark.parametrize("max_norm", [None, 0, -1.0, float("nan")])
 @pytest.mark.parametrize("bridges_own", [True, False])
 def test_a_max_norm_that_is_not_positive_is_refused(policy: bridge.Policy, max_norm: Any, bridges_own: bool) -> None:
-    """A negative one would turn the gradients around, and None would raise inside the fence."""
+    """A negative value would reverse the gradients, and None would raise inside the fence."""
     before, own = weights(policy), policy.optimizer(lr=1e-3)
     optimizer = own if bridges_own else torch.optim.SGD(policy.parameters(), lr=1.0)
     with pytest.raises(UsageError, match="max_norm is"):
@@ -144,8 +144,8 @@ def test_a_max_norm_that_is_not_positive_is_refused(policy: bridge.Policy, max_n
     assert all(map(torch.equal, before, weights(policy)))
 
 
-def test_setting_the_groups_learning_rate_sets_every_one(policy: bridge.Policy) -> None:
-    """With a group for each parameter, it set the first one's alone, and the step failed inside the fence."""
+def test_setting_the_group_learning_rate_sets_all_parameters(policy: bridge.Policy) -> None:
+    """One group per parameter would let a loop set only the first group's rate, and the step fail inside the fence."""
     optimizer, before = policy.optimizer(lr=1e-3), weights(policy)
     optimizer.param_groups[0]["lr"] = 0.5
     with_gradients(policy).update(optimizer)
@@ -156,7 +156,7 @@ def test_setting_the_groups_learning_rate_sets_every_one(policy: bridge.Policy) 
 def test_optimizer_state_is_allocated_before_the_first_fence(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that TRL never uses costs nothing, and without room for its state the weights stay whole."""
+    """An optimizer that TRL never uses costs nothing, and without memory for its state the weights stay consistent."""
     optimizer = policy.optimizer(lr=1e-3)
     assert not [*optimizer._state()]
     with monkeypatch.context() as full:
@@ -168,8 +168,8 @@ def test_optimizer_state_is_allocated_before_the_first_fence(
     assert [*optimizer._state()]
 
 
-def test_ctrl_c_during_an_update_drops_the_gradients_too(policy: bridge.Policy) -> None:
-    """Else a loop that goes on, as in a notebook, adds the next batch's to those that were applied."""
+def test_ctrl_c_during_an_update_drops_the_gradients(policy: bridge.Policy) -> None:
+    """Otherwise a loop that continues, as in a notebook, would add the next batch's gradients to applied ones."""
 
     class Interrupted(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -225,8 +225,8 @@ def test_an_unknown_in_flight_is_refused_before_the_fence(policy: bridge.Policy,
 
 
 @pytest.mark.parametrize("one", ["say 1:", {"prompt": "say 1:", "answer": "1"}, [{"role": "user", "content": "1"}]])
-def test_one_prompt_in_place_of_a_list_is_refused(policy: bridge.Policy, one: Any) -> None:
-    """Its letters or fields would be taken for prompts."""
+def test_single_prompt_instead_of_a_list_is_refused(policy: bridge.Policy, one: Any) -> None:
+    """Otherwise its characters or fields would be treated as prompts."""
     with pytest.raises(UsageError, match="one prompt"):
         policy.sample(one)
 
@@ -238,13 +238,13 @@ def test_problem_without_a_prompt_is_refused_with_its_keys(policy: bridge.Policy
 
 
 @pytest.mark.parametrize("reward", [None, [1.0], "good", "1.0", float("nan"), torch.zeros(2)])
-def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
+def test_reward_that_is_not_a_number_is_refused(reward: Any) -> None:
     with pytest.raises(RewardError, match="the reward of 'text' is"):
         module._reward(lambda *_: reward, {"prompt": ""}, "text")
 
 
 @pytest.mark.parametrize("reward", [True, 1, torch.tensor(1.0), np.float32(1)])
-def test_anything_that_is_a_number_is_a_reward(reward: Any) -> None:
+def test_any_kind_of_number_is_accepted_as_reward(reward: Any) -> None:
     assert module._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
 
 
@@ -261,8 +261,8 @@ def test_close_inside_the_block_is_not_an_error(policy: bridge.Policy) -> None:
     policy.close()
 
 
-def test_completions_fit_the_servers_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the default of 256 tokens, a server of that length would reject every prompt."""
+def test_default_completion_length_fits_the_servers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the default of 256 tokens, a server with `max_model_len` 256 would reject every prompt."""
     monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     whole = toy_server.serve(tiny.llama(), tmp_path / "model").manifest
     short = whole.model_copy(update={"max_model_len": 256})
@@ -271,14 +271,14 @@ def test_completions_fit_the_servers_longest_sequence(tmp_path: Path, monkeypatc
         assert made.sampling == bridge.SamplingConfig(group_size=4, max_new_tokens=128)
 
 
-def test_the_sampling_cannot_be_replaced(policy: bridge.Policy) -> None:
+def test_sampling_attribute_cannot_be_replaced(policy: bridge.Policy) -> None:
     """`logprobs` would use the new temperature, and `sample` the old one."""
     with pytest.raises(AttributeError, match="sampling"):
         policy.sampling = bridge.SamplingConfig(temperature=0.5)  # type: ignore[misc]
 
 
 def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None:
-    """As after `get_peft_model(policy.model)`: the server would never change, and nothing would tell."""
+    """For example after `get_peft_model(policy.model)`: the server's weights would silently never change."""
     other, head = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     other.grad = head.grad = torch.ones(2)
     with pytest.raises(UsageError, match="none of the 1 parameters that SGD would change is the server's"):
@@ -288,7 +288,7 @@ def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None
     assert policy.version == 1
 
 
-def test_the_hint_for_an_existing_folder_is_the_librarys(policy: bridge.Policy, tmp_path: Path) -> None:
+def test_hint_for_an_existing_folder_names_the_librarys_call(policy: bridge.Policy, tmp_path: Path) -> None:
     (tmp_path / "model" / "there").touch()
     with pytest.raises(UsageError, match=r"choose another with policy\.save\(FOLDER\)"):
         policy.save(tmp_path / "model")
@@ -298,8 +298,6 @@ def test_the_hint_for_an_existing_folder_is_the_librarys(policy: bridge.Policy, 
     ("choices", "words"),
     [({"name": "sgd", "lr": 1e-6}, "name is 'sgd'"), ({"lr": 0.0}, "lr is 0.0: .* greater than 0")],
 )
-def test_an_optimizer_that_cannot_be_made_is_one_clear_line(
-    policy: bridge.Policy, choices: dict[str, Any], words: str
-) -> None:
+def test_invalid_optimizer_choice_is_one_clear_line(policy: bridge.Policy, choices: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         policy.optimizer(**choices)

@@ -1,4 +1,4 @@
-"""Calls of one policy from threads, inside one another, after an error, and in processes that were forked.
+"""Calls of one policy from several threads, nested, after an error, and in forked processes.
 
 Not covered: a real server (`tests/cpu/test_library.py`).
 """
@@ -35,7 +35,7 @@ SAMPLING = bridge.SamplingConfig(group_size=2, max_new_tokens=4, request_timeout
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The manifest of a patched server without vLLM."""
+    """Return the manifest's path of a patched server without vLLM."""
     folder = tmp_path_factory.mktemp("server")
     tiny.write(tiny.llama(), folder / "model")
     with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as server:
@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[bridge.Policy, Path], object]] = {
     "save": lambda policy, folder: policy.save(folder / "saved"),
     "close": lambda policy, _: policy.close(),
 }
-"""Every call that asks the server or reads all weights."""
+"""All calls that use the server or read all weights."""
 
 
 def outcome(call: str, policy: bridge.Policy, folder: Path) -> str:
@@ -79,7 +79,7 @@ def outcome(call: str, policy: bridge.Policy, folder: Path) -> str:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("outer", ["publish", "update"])
-def test_a_call_inside_another_is_refused_at_once(policy: bridge.Policy, tmp_path: Path, call: str, outer: str) -> None:
+def test_nested_call_is_refused_immediately(policy: bridge.Policy, tmp_path: Path, call: str, outer: str) -> None:
     found, version = list[str](), policy.version
 
     def write(*_: object) -> None:
@@ -97,7 +97,7 @@ def test_a_call_inside_another_is_refused_at_once(policy: bridge.Policy, tmp_pat
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_after_an_error_inside_the_fence_nothing_waits(
+def test_calls_after_an_error_in_the_fence_do_not_wait(
     policy: bridge.Policy, path: Path, tmp_path: Path, call: str
 ) -> None:
     def fail() -> None:
@@ -107,7 +107,7 @@ def test_after_an_error_inside_the_fence_nothing_waits(
         policy.publish(fail)
     refused = f"AttachError: policy.{call}: an error inside policy.publish may have left the weights half-written"
     found = outcome(call, policy, tmp_path)
-    if call in {"publish", "resume", "close"}:  # without a checkpoint there is nothing to resume
+    if call in {"publish", "resume", "close"}:  # allowed, and resume finds no checkpoint to load
         assert found == "works"
     else:
         assert found.startswith(refused)
@@ -133,7 +133,7 @@ def test_two_policies_of_a_process_do_not_share_the_fence(policy: bridge.Policy,
             assert client_of(policy).status().state == "paused"
 
         policy.publish(write)
-    assert client_of(policy).status().lease is not None, "the first one has it still"
+    assert client_of(policy).status().lease is not None, "the first policy still holds it"
     policy.publish(lambda: None)
     policy.close()
     with bridge.attach(path, reads_only=True) as looking:
@@ -147,7 +147,7 @@ def test_a_closed_policy_refuses_every_call(policy: bridge.Policy, tmp_path: Pat
 
 
 @pytest.mark.parametrize("call", ["pack", "logprobs", "encode", "optimizer", "log"])
-def test_a_closed_policy_refuses_what_asks_no_server(policy: bridge.Policy, call: str) -> None:
+def test_closed_policy_refuses_calls_without_a_server(policy: bridge.Policy, call: str) -> None:
     samples = [policy.encode("a", "b")]
     (batch,) = policy.pack(samples)
     policy.close()
@@ -160,7 +160,7 @@ def test_a_closed_policy_refuses_what_asks_no_server(policy: bridge.Policy, call
 
 
 def in_fork(act: Callable[[], object]) -> int:
-    """Return the exit status of a fork of this process that does `act` and leaves its blocks."""
+    """Return the exit status of a fork that runs `act` and then leaves the enclosing blocks."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(30)
@@ -168,7 +168,7 @@ def in_fork(act: Callable[[], object]) -> int:
         try:
             act()
             code = 0
-        except BaseException:  # noqa: BLE001  nothing of pytest may run here
+        except BaseException:  # noqa: BLE001  pytest must not run here
             traceback.print_exc()
         os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -188,8 +188,8 @@ def test_a_forked_process_is_refused(policy: bridge.Policy, tmp_path: Path, call
     assert in_fork(act) == 0
 
 
-def test_a_forked_process_that_leaves_the_blocks_ends_nothing(path: Path, tmp_path: Path) -> None:
-    """As `sys.exit()` in it does: the server, the lease and the run directory stay its parent's."""
+def test_forked_process_that_exits_leaves_the_server_alone(path: Path, tmp_path: Path) -> None:
+    """As after `sys.exit()` in a fork: the parent keeps the server, the lease and the run directory."""
     log = tmp_path / "log"
     child = children.start([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, log)
     with bridge.attach(path, sampling=SAMPLING, run_dir=tmp_path / "run") as policy:
@@ -248,7 +248,7 @@ def test_threads_that_publish_wait_for_each_other(policy: bridge.Policy) -> None
     assert sorted(versions) == list(range(first + 1, first + 10))
 
 
-def test_threads_may_sample_beside_each_other_and_an_update(policy: bridge.Policy) -> None:
+def test_threads_may_sample_concurrently_and_during_an_update(policy: bridge.Policy) -> None:
     groups = list[int]()
 
     def act(index: int) -> None:
@@ -262,7 +262,7 @@ def test_threads_may_sample_beside_each_other_and_an_update(policy: bridge.Polic
     assert groups == [2] * 15
 
 
-def test_sample_of_an_abandoned_thread_is_awaited(policy: bridge.Policy) -> None:
+def test_sample_waits_for_an_abandoned_threads_sample(policy: bridge.Policy) -> None:
     async def cancelled() -> int:
         task = asyncio.create_task(asyncio.to_thread(policy.sample, ["long " * 4]))
         await asyncio.sleep(0.01)
@@ -323,8 +323,8 @@ def test_ctrl_c_ends_the_wait_for_another_thread(policy: bridge.Policy) -> None:
     policy.update(optimizer(policy))
 
 
-def test_sample_async_inside_a_call_is_refused_at_once(policy: bridge.Policy) -> None:
-    """It asked the paused server from another thread, up to the limit of a request, and tore the server."""
+def test_sample_async_inside_a_call_is_refused_immediately(policy: bridge.Policy) -> None:
+    """Otherwise it would wait for the paused server until the request timed out, and leave the server torn."""
 
     def write() -> None:
         with pytest.raises(UsageError, match=r"policy\.sample_async was called inside policy\.publish"):
@@ -351,8 +351,8 @@ def test_a_prompt_may_be_token_ids_of_any_kind(policy: bridge.Policy, kind: str)
     assert group.problem.get("answer") == ("4" if kind == "dictionary" else None)
 
 
-def test_ids_beside_messages_end_as_messages_do(policy: bridge.Policy) -> None:
-    """A completion of messages ends at the end of a turn, too, which text that was decoded from ids would not say."""
+def test_ids_with_messages_end_like_messages(policy: bridge.Policy) -> None:
+    """A completion of chat messages also ends at the end of a turn, which text decoded from ids would not show."""
     messages = [{"role": "user", "content": "a"}]
     (group,) = policy.sample([{"prompt": messages, "prompt_token_ids": [65, 66]}])
     assert group.prompt_token_ids == (65, 66)
@@ -360,7 +360,7 @@ def test_ids_beside_messages_end_as_messages_do(policy: bridge.Policy) -> None:
 
 
 def test_prompts_may_come_from_a_generator(policy: bridge.Policy) -> None:
-    """It was empty after the first check, and nothing was sampled, without a word."""
+    """Otherwise the first check would exhaust it, and nothing would be sampled."""
     assert len(policy.sample(text for text in ("a", "b"))) == 2  # type: ignore[arg-type]
 
 
@@ -377,7 +377,7 @@ def test_prompts_may_come_from_a_generator(policy: bridge.Policy) -> None:
         ([[]], "no token ids"),
     ],
 )
-def test_invalid_prompt_is_named(policy: bridge.Policy, prompts: Any, words: str) -> None:
+def test_invalid_prompt_is_refused_by_name(policy: bridge.Policy, prompts: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         policy.sample(prompts)
 
@@ -394,6 +394,8 @@ def test_invalid_prompt_is_named(policy: bridge.Policy, prompts: Any, words: str
         ({"n": 2, "group_size": 3}, "group_size and n|n and group_size"),
     ],
 )
-def test_wrong_arguments_of_sample_are_named(policy: bridge.Policy, given: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_of_sample_are_refused_by_name(
+    policy: bridge.Policy, given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         policy.sample(["2+2="], **given)

@@ -1,4 +1,4 @@
-"""What a run ran on is recorded, without secrets."""
+"""Each start of a run records what it runs on, without secrets."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import bridge
 from bridge.engine import provenance
 
 
-def test_a_start_has_versions_device_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_record_has_versions_device_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["/somewhere/bin/bridge", "run", "--model", "a model", "--servers", "http://u:pw@h", "--api-key", "k1"]
     monkeypatch.setattr(sys, "argv", arguments)
     start = provenance.of_this_process()
@@ -20,14 +20,14 @@ def test_a_start_has_versions_device_and_command(monkeypatch: pytest.MonkeyPatch
         assert start[name]
 
 
-def test_the_commit_of_a_clone_says_if_files_differ(tmp_path: Path) -> None:
+def test_commit_of_a_clone_reports_changed_files(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     assert provenance._commit(tmp_path) == {}
     git("init", "-q")
-    assert provenance._commit(tmp_path) == {}, "there is no commit yet"
+    assert provenance._commit(tmp_path) == {}, "without a commit nothing is recorded"
     (tmp_path / "a.py").write_text("1\n")
     git("add", "a.py")
     git("commit", "-qm", "first")

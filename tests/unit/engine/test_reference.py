@@ -1,4 +1,4 @@
-"""The frozen reference: a disabled adapter, a model beside the trained one, and every reason for a refusal."""
+"""The frozen reference: a disabled adapter, or a second model; and every reason for a refusal."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def filled(model: PreTrainedModel, **choices: Any) -> Adapter:
 
 
 def as_in_a_slot(adapter: Adapter) -> None:
-    """Let the matrices lie inside larger tensors, as in vLLM's slots."""
+    """Make the adapter's matrices views of larger tensors, as in vLLM's slots."""
     for matrices in adapter.modules.values():
         for matrix in (matrices.lora_a, matrices.lora_b):
             slots = torch.zeros(3, 1, *matrix.shape, dtype=matrix.dtype)
@@ -94,7 +94,7 @@ def logprobs(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_switched_off_an_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype) -> None:
+def test_disabled_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype) -> None:
     model, alone = base(dtype), base(dtype)
     as_in_a_slot(filled(model, lora_dropout=0.5))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_switched_off_an_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype)
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
-def test_a_reference_is_not_filtered() -> None:
+def test_reference_logprobs_are_not_filtered() -> None:
     batch = micro_batch()
     kept = Kept(torch.full((len(batch.rows_N),), 1e9), torch.ones(len(batch.rows_N)))
     reference = Reference(prepared=PreparedModel(base()))
@@ -134,7 +134,7 @@ def test_reference_does_not_change_training() -> None:
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in after.values())
 
 
-def test_the_adapter_can_be_off_between_two_passes() -> None:
+def test_adapter_can_be_disabled_between_two_passes() -> None:
     gradients = []
     for toggles in (False, True):
         model = base()
@@ -171,7 +171,7 @@ def test_compiled_layers_follow_the_adapters_switch() -> None:
     assert len(set(num_graphs)) == 1
 
 
-def test_an_error_leaves_the_adapter_on() -> None:
+def test_adapter_is_enabled_again_after_an_error() -> None:
     model = base()
     filled(model)
     names, logits = trained(model).keys(), model(IDS).logits
@@ -181,7 +181,7 @@ def test_an_error_leaves_the_adapter_on() -> None:
     assert torch.equal(model(IDS).logits, logits)
 
 
-def test_an_adapters_reference_is_its_base() -> None:
+def test_reference_of_an_adapter_is_its_base() -> None:
     model = base()
     alone = logprobs(model)
     filled(model)
@@ -216,8 +216,8 @@ def test_frozen_reference_stays_unchanged(folder: Path) -> None:
     assert not torch.allclose(logprobs(model), before)
 
 
-def test_a_mixture_of_strong_experts_can_be_a_reference(tmp_path: Path) -> None:
-    """It is checked with experts that are chosen once, and trained batches bring those of another model."""
+def test_mixture_of_experts_can_be_a_reference(tmp_path: Path) -> None:
+    """It is checked with a fixed choice of experts, and ignores the trained model's experts in batches."""
     mixture().save_pretrained(tmp_path)
     config = config_of(model_name=str(tmp_path), kl_coef=0.1, reference_model=str(tmp_path))
     reference = opened(config, base(torch.bfloat16))
@@ -228,12 +228,12 @@ def test_a_mixture_of_strong_experts_can_be_a_reference(tmp_path: Path) -> None:
     assert reference.logprobs(replace(plain, experts_TX=experts_TX), 1.0).equal(of_own)
 
 
-def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
+def test_reference_has_the_trained_models_dtype(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = opened(config_of(kl_coef=0.1, reference_model=str(folder)), model)
     assert reference is not None
     assert {parameter.dtype for parameter in reference.prepared.model.parameters()} == {model.dtype}
-    assert all(parameter.requires_grad for parameter in model.parameters())  # this one is unchanged
+    assert all(parameter.requires_grad for parameter in model.parameters())  # the original stays unchanged
 
 
 def test_no_reference_without_a_kl_term() -> None:
@@ -242,19 +242,19 @@ def test_no_reference_without_a_kl_term() -> None:
         assert opened(config_of(mode=mode), base()) is None
 
 
-def test_an_adapter_needs_no_other_reference() -> None:
+def test_adapter_needs_no_reference_model() -> None:
     check_of(config_of(mode="lora_only", kl_coef=0.1))
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "none"])
-def test_a_model_that_is_overwritten_is_no_reference_of_itself(mode: str) -> None:
+def test_model_trained_in_place_needs_a_second_model(mode: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config_of(mode=mode, kl_coef=0.1)
     assert "overwrites the only copy" in str(caught.value)
     assert "name one with --reference-model, or use --mode lora_only" in str(caught.value)
 
 
-def test_a_reference_that_nobody_asks_for_is_refused() -> None:
+def test_reference_without_a_kl_term_is_refused() -> None:
     with pytest.raises(ValidationError, match="--kl-in-reward has no effect: --kl-coef, its weight, is 0"):
         config_of(mode="lora_only", kl_in_reward=True)
     with pytest.raises(ValidationError, match="--kl-coef is 0"):
@@ -262,7 +262,7 @@ def test_a_reference_that_nobody_asks_for_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}])
-def test_a_divergence_in_the_reward_refuses_filters(given: dict[str, float]) -> None:
+def test_kl_in_reward_refuses_filters(given: dict[str, float]) -> None:
     (key, value), *_ = given.items()
     message = f"--kl-in-reward cannot be combined with --{key.replace('_', '-')} {value:g}: the reference is not"
     with pytest.raises(ValidationError, match=message):
@@ -282,19 +282,19 @@ def test_a_reference_with_the_same_vocabulary_is_accepted(folder: Path, tmp_path
     check_of(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(other)))
 
 
-def test_a_reference_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_reference_with_a_different_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     longer = tiny.write(tiny.llama(302), tmp_path / "longer")
     error = refusal(model_name=str(folder), reference_model=str(longer))
     assert "302 rows, expected 301; 1 tokens differ, the first: " in error.message
 
 
-def test_a_reference_inside_a_larger_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_reference_inside_a_multimodal_model_is_refused(folder: Path, tmp_path: Path) -> None:
     larger = tiny.write(FAMILIES["Qwen3-VL"](), tmp_path / "larger")
     with pytest.raises(UnsupportedModelError, match="a qwen3_vl, whose language model is one part of several"):
         check_of(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(larger)))
 
 
-def test_a_reference_with_other_token_ids_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_reference_with_different_token_ids_is_refused(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     path = other / "tokenizer.json"
@@ -306,13 +306,13 @@ def test_a_reference_with_other_token_ids_is_refused(folder: Path, tmp_path: Pat
     assert "2 tokens differ, the first: '0'" in error.message
 
 
-def test_a_reference_that_does_not_exist_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_missing_reference_model_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "absent" in refusal(model_name=str(folder), reference_model=str(tmp_path / "absent")).message
 
 
-def test_a_reference_too_large_is_refused_before_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_reference_is_refused_before_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded, "free_bytes", lambda device: 1000)
-    monkeypatch.setattr(loaded, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(loaded, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(UsageError, match="GiB are free") as caught:
         opened(config_of(kl_coef=0.1, reference_model=str(folder)), base())
     assert str(folder) in caught.value.message

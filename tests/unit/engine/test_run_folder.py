@@ -1,4 +1,4 @@
-"""What a loop of one's own leaves behind, over a toy server's memory: metrics, a report, checkpoints, and resuming.
+"""The run directory of a user's own loop, over a toy server's memory: metrics, report, checkpoints and resuming.
 
 Not covered: a loop that is killed on a real server (`tests/cpu/test_library.py`).
 """
@@ -32,7 +32,7 @@ Attach = Callable[..., bridge.Policy]
 
 @pytest.fixture
 def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
-    """Attach to one toy server as often as wanted, with the run directory `run` by default."""
+    """Return a function that attaches to one toy server, repeatedly, with the run directory `run` by default."""
     monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def step(policy: bridge.Policy, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Take a step whose gradients depend on its number and on torch's random state."""
+    """Take a step whose gradients depend on the step's number and on torch's random state."""
     for parameter in policy.parameters():
         parameter.grad = torch.randn_like(parameter) * number
     policy.update(optimizer)
@@ -75,7 +75,7 @@ OPTIMIZERS: dict[str, Callable[[bridge.Policy], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resumed_loop_repeats_its_steps_to_the_digit(attach: Attach, tmp_path: Path, name: str) -> None:
+def test_resumed_loop_repeats_its_steps_exactly(attach: Attach, tmp_path: Path, name: str) -> None:
     torch.manual_seed(3)
     policy = attach()
     optimizer = OPTIMIZERS[name](policy)
@@ -97,7 +97,7 @@ def test_a_resumed_loop_repeats_its_steps_to_the_digit(attach: Attach, tmp_path:
     repeated = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["loss"] for line in repeated] == [line["loss"] for line in logged]
     assert all(map(torch.equal, expected, weights(resumed)))
-    assert calls(resumed)[:3] == ["lease", "pause", "publish"], "the checkpoint is loaded inside the fence"
+    assert calls(resumed)[:3] == ["lease", "pause", "publish"], "the checkpoint must be loaded inside the fence"
 
 
 def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypat
     assert len({*seeds}) == 4
 
 
-def test_a_checkpoint_of_a_loop_is_one_of_bridge(attach: Attach, tmp_path: Path) -> None:
+def test_loops_checkpoint_has_bridges_format(attach: Attach, tmp_path: Path) -> None:
     policy = attach()
     optimizer = policy.optimizer(lr=1e-3)
     step(policy, optimizer, 1)
@@ -161,7 +161,7 @@ def test_report_reads_the_run_of_a_loop(attach: Attach, tmp_path: Path) -> None:
         ({"parts": {"a": None}}, r"parts\['a'\] is 'None'"),
     ],
 )
-def test_a_metric_that_is_no_number_is_named(attach: Attach, values: dict[str, Any], words: str) -> None:
+def test_metric_that_is_not_a_number_is_refused_by_name(attach: Attach, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         attach().log(1, **values)
 
@@ -180,7 +180,7 @@ def test_steps_are_logged_once_and_in_order(attach: Attach, number: Any) -> None
         policy.log(number, loss=0.0)
 
 
-def test_another_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
+def test_existing_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
     first = attach()
     first.log(1, loss=0.0)
     second = attach()
@@ -212,8 +212,8 @@ def test_each_start_of_a_loop_is_recorded(attach: Attach, tmp_path: Path) -> Non
     assert [start["torch"] for start in starts] == [torch.__version__] * 2
 
 
-def test_a_run_of_the_command_line_is_not_resumed(attach: Attach, tmp_path: Path) -> None:
-    """Its configuration would be replaced by a loop's, and `bridge run --resume` would end."""
+def test_loop_does_not_resume_a_command_line_run(attach: Attach, tmp_path: Path) -> None:
+    """Otherwise the loop's configuration would replace the run's, and `bridge run --resume` would fail."""
     run = RunDirectory.create(tmp_path / "run", environment="arithmetic")
     run.config.write_text("{}")
     with pytest.raises(UsageError, match="is a run of Bridge, expected the run directory of a loop"):
@@ -222,10 +222,8 @@ def test_a_run_of_the_command_line_is_not_resumed(attach: Attach, tmp_path: Path
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_lost_server_leaves_the_optimizer_as_it_was(
-    attach: Attach, monkeypatch: pytest.MonkeyPatch, own: bool
-) -> None:
-    """Loading half of a checkpoint would continue from one step's weights with another's moments."""
+def test_lost_server_leaves_the_optimizer_unchanged(attach: Attach, monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    """A half-loaded checkpoint would combine one step's weights with another step's moments."""
     policy = attach()
     optimizer = policy.optimizer(lr=1e-2) if own else torch.optim.AdamW(policy.parameters(), lr=1e-2)
     step(policy, optimizer, 1)
@@ -264,7 +262,7 @@ def test_resuming_without_a_folder_or_too_late_is_refused(attach: Attach) -> Non
 
 
 @pytest.mark.parametrize("other", ["adamw-8bit", "torch's AdamW", "some parameters"])
-def test_a_checkpoint_of_another_optimizer_is_refused(attach: Attach, other: str) -> None:
+def test_checkpoint_of_a_different_optimizer_is_refused(attach: Attach, other: str) -> None:
     policy = attach()
     optimizer = OPTIMIZERS["adamw"](policy)
     step(policy, optimizer, 1)
@@ -276,7 +274,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(attach: Attach, other: str
     assert "pause" not in calls(resumed)
 
 
-def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
+def test_parameters_in_a_different_order_are_refused(attach: Attach) -> None:
     policy = attach()
     optimizer = OPTIMIZERS["torch's AdamW"](policy)
     step(policy, optimizer, 1)
@@ -296,7 +294,7 @@ def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
 
 
 def test_state_on_a_parameters_device_is_listed() -> None:
-    """A fused AdamW keeps its count of steps there, and fails with one on the CPU."""
+    """A fused AdamW keeps its step counter on that device, and fails with a counter on the CPU."""
     there, here = torch.zeros(2, 2, device="meta"), torch.zeros(2, 2)
     for parameter, expected in ((there, ["step", "exp_avg"]), (here, ["exp_avg"])):
         optimizer = torch.optim.AdamW([parameter])
@@ -304,7 +302,7 @@ def test_state_on_a_parameters_device_is_listed() -> None:
         assert optimizer_state._state_of(parameter, optimizer)[1] == expected
 
 
-def test_an_optimizer_with_state_that_is_no_tensor_is_refused(attach: Attach, tmp_path: Path) -> None:
+def test_optimizer_with_non_tensor_state_is_refused(attach: Attach, tmp_path: Path) -> None:
     policy = attach()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     optimizer.state[next(iter(policy.parameters()))]["history"] = [1, 2]
@@ -313,7 +311,7 @@ def test_an_optimizer_with_state_that_is_no_tensor_is_refused(attach: Attach, tm
     assert not (tmp_path / "run" / "checkpoints" / "step_1").exists()
 
 
-def test_a_loop_without_a_folder_gets_one_under_runs(
+def test_loop_without_a_folder_gets_one_under_runs(
     attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -57,7 +57,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Pictures:
-    """A problem for each image, and the last one once more; rewards by the first letter."""
+    """One problem per image, and a second one for the last image; the reward depends on the first letter."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,7 +102,7 @@ def trained(ranks: Ranks, model: Path, groups: Sequence[Group]) -> tuple[Learner
 
 
 def a_step(ranks: Ranks, model: Path, url: str) -> dict[str, Any]:
-    """Sample and train on one rank, and count what it sends: in messages, and to each rank."""
+    """Sample and train on one rank, and count the bytes that it sends: in messages, and to each rank."""
     objects, pixels = list[int](), [0] * NUM_RANKS
     exchange, all_to_all = messages.exchange, Tensors.all_to_all
 
@@ -148,12 +148,12 @@ def test_pixels_go_only_to_the_rank_that_trains_on_them(model: Path) -> None:
         sent = [0] * NUM_RANKS
         sent[1 - rank] = sum(sizes[digest] for digest in theirs["trained"] - theirs["sampled"])
         assert mine["pixels"] == sent
-        assert mine["objects"] < max(sizes.values()) / 4, "messages carry no pixels"
+        assert mine["objects"] < max(sizes.values()) / 4, "messages must not carry pixels"
     assert ranks[0]["trained"] | ranks[1]["trained"] == sizes.keys()
     assert 0 < sum(sum(mine["pixels"]) for mine in ranks) < sum(sizes.values())
 
 
-def test_ranks_learn_from_sent_images_as_from_their_own(model: Path) -> None:
+def test_ranks_learn_the_same_from_received_images(model: Path) -> None:
     with serving(openai(is_bridge=True)) as server:
         ranks = on_ranks(NUM_RANKS, a_step, model, server.url)
         whole = taken(ALONE, model, server.url)
@@ -169,8 +169,8 @@ def weights_of(ranks: Ranks, model: Path, groups: Sequence[Group]) -> dict[str, 
     return trained(ranks, model, groups)[2]
 
 
-def test_images_stay_where_each_prompt_has_them(model: Path) -> None:
-    """Prompts with one image and other questions have one digest."""
+def test_image_positions_stay_with_each_prompt(model: Path) -> None:
+    """Prompts with the same image and different questions have the same digest."""
     config = AutoConfig.from_pretrained(model)
     groups = [group_of(config, *parts) for parts in (((2, 3), 6), (5, (2, 3)), (5, 6, (2, 3)), (5, 6, 7, (2, 3)))]
     starts = {group.prompt_token_ids: group.images.starts for group in groups if group.images}
@@ -193,7 +193,7 @@ def group_of(config: PretrainedConfig, *parts: tuple[int, int] | int) -> Group:
 
 
 def own_samples(ranks: Ranks, model: Path, groups: Sequence[Group]) -> list[Sample]:
-    """Return the samples of this rank, which has sampled every other group."""
+    """Return the samples of this rank, which sampled every second group."""
     known = [
         group if number % NUM_RANKS == ranks.rank else messages.loads(messages.dumps(group))
         for number, group in enumerate(groups)

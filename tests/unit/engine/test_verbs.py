@@ -1,6 +1,6 @@
 """`forward_backward`, `optim_step`, `train_step`, `save_state` and `load_state` over a toy server's memory.
 
-What `bridge run` computes of the same samples is the reference, to the bit.
+The expected results are those of `bridge run` on the same samples, to the bit.
 Not covered: sampling (`test_policy_calls.py`), a real server and several ranks (`tests/cpu/test_library.py`).
 """
 
@@ -75,7 +75,7 @@ def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def of_a_run(toy: toy_server.ToyServer, groups: list[Group], **choices: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the weights and the figures of one step of `bridge run`, on a copy of the server's weights."""
+    """Return the weights and metrics of one step of `bridge run`, on a copy of the server's weights."""
     opened = attach_weights(toy.manifest).opened()
     for parameter in opened.model.parameters():
         parameter.data = parameter.data.clone()
@@ -89,8 +89,8 @@ def of_a_run(toy: toy_server.ToyServer, groups: list[Group], **choices: Any) -> 
 
 
 @pytest.mark.parametrize("tokens", [None, 24], ids=["one pass", "many passes"])
-def test_a_step_is_that_of_a_run(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], tokens: int) -> None:
-    """With many passes, gradients add up in float32 in both."""
+def test_step_matches_bridge_run(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], tokens: int) -> None:
+    """With many passes, both sum gradients in float32."""
     expected, figures = of_a_run(toy, groups, micro_batch_tokens=tokens)
     compute = bridge.ComputeConfig(micro_batch_tokens=tokens)
     with toy_server.attach(toy.manifest, tmp_path, compute=compute, **CHOICES) as policy:
@@ -103,7 +103,7 @@ def test_a_step_is_that_of_a_run(toy: toy_server.ToyServer, tmp_path: Path, grou
             assert passes.metrics[name] == figures[name], name
 
 
-def test_log_probs_come_in_the_callers_order(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_log_probs_are_returned_in_the_callers_order(policy: bridge.Policy, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     in_order = policy.forward_backward(samples)
     reversed_order = policy.forward_backward(samples[::-1])
@@ -114,8 +114,8 @@ def test_log_probs_come_in_the_callers_order(policy: bridge.Policy, groups: list
     assert torch.allclose(policy.logprobs(alone)[0], in_order.logprobs[2], atol=0.02)
 
 
-def test_gradients_of_several_calls_add_up(policy: bridge.Policy, groups: list[Group]) -> None:
-    """In float32 from the second call on, whose first gradient loses nothing by being widened."""
+def test_gradients_of_several_calls_are_summed(policy: bridge.Policy, groups: list[Group]) -> None:
+    """Sums are float32 from the second call on; converting the first bf16 gradient loses nothing."""
     samples = bridge.samples(groups)
     policy.forward_backward(samples[:8])
     first = gradients(policy)
@@ -151,7 +151,7 @@ def test_a_loss_may_be_a_function(policy: bridge.Policy, groups: list[Group]) ->
     assert equal(gradients(policy), ours)
 
 
-def test_ratios_are_to_given_log_probs(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_ratios_use_the_given_old_log_probs(policy: bridge.Policy, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     before = policy.forward_backward(samples)
     policy.optim_step(lr=1e-2)
@@ -161,7 +161,7 @@ def test_ratios_are_to_given_log_probs(policy: bridge.Policy, groups: list[Group
         policy.forward_backward(samples, old_logprobs=before.logprobs[:1])
 
 
-def test_gradient_release_is_one_call(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]) -> None:
+def test_gradient_release_works_in_one_call(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     released = bridge.OptimizerConfig(lr=LR, max_grad_norm=1e6, gradient_release=True)
     expected, _ = of_a_run(toy, groups, gradient_release=True)
@@ -175,7 +175,7 @@ def test_gradient_release_is_one_call(toy: toy_server.ToyServer, tmp_path: Path,
         assert gradients(policy) == []
 
 
-def test_a_state_is_saved_and_loaded_to_the_digit(policy: bridge.Policy, groups: list[Group], tmp_path: Path) -> None:
+def test_state_is_saved_and_loaded_exactly(policy: bridge.Policy, groups: list[Group], tmp_path: Path) -> None:
     samples = bridge.samples(groups)
     policy.train_step(samples)
     assert policy.save_state(tmp_path / "state", step=1) == tmp_path / "state"
@@ -187,7 +187,9 @@ def test_a_state_is_saved_and_loaded_to_the_digit(policy: bridge.Policy, groups:
     assert equal(weights(policy), expected)
 
 
-def test_weights_alone_are_saved_and_loaded(policy: bridge.Policy, groups: list[Group], tmp_path: Path) -> None:
+def test_weights_without_optimizer_are_saved_and_loaded(
+    policy: bridge.Policy, groups: list[Group], tmp_path: Path
+) -> None:
     policy.save_state(tmp_path / "weights", has_optimizer=False)
     before = weights(policy)
     policy.train_step(bridge.samples(groups))
@@ -235,7 +237,7 @@ def test_a_failed_loss_leaves_no_gradient(policy: bridge.Policy, groups: list[Gr
         policy.optim_step()
 
 
-def test_losses_that_a_call_cannot_compute_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_losses_that_one_call_cannot_compute_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     with pytest.raises(UsageError, match="top_entropy"):
         policy.forward_backward(samples, bridge.LossConfig(top_entropy=0.5))
@@ -256,14 +258,16 @@ def test_running_out_of_memory_makes_passes_smaller(
 
     monkeypatch.setattr(trainable, "logprobs", failing)
     policy.forward_backward(samples)
-    assert trainable.prepared.kept == INPUTS, "activations are recomputed from now on"
+    assert trainable.prepared.kept == INPUTS, "activations must be recomputed from now on"
     failures.append(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(UsageError, match="out of memory in call 2 of forward_backward"):
         policy.forward_backward(samples)
     assert gradients(policy) == []
 
 
-def test_a_reader_computes_and_never_writes(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]) -> None:
+def test_read_only_policy_computes_but_never_writes(
+    toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]
+) -> None:
     samples = bridge.samples(groups)
     with toy_server.attach(toy.manifest, tmp_path, reads_only=True, **CHOICES) as reader:
         (batch, *_) = reader.pack(samples)
@@ -278,7 +282,7 @@ def test_choices_that_contradict_each_other_are_refused(toy: toy_server.ToyServe
         toy_server.attach(toy.manifest, tmp_path, loss=bridge.LossConfig(kl_coef=0.1))
 
 
-def test_the_fence_of_a_run_is_the_policys(policy: bridge.Policy) -> None:
+def test_runs_use_the_fence_of_the_policy(policy: bridge.Policy) -> None:
     with policy.fence(Update()), pytest.raises(UsageError, match=r"policy\.optim_step was called inside policy\.fence"):
         policy.optim_step()
     assert policy.version == 1
@@ -288,7 +292,7 @@ def test_the_fence_of_a_run_is_the_policys(policy: bridge.Policy) -> None:
 def sleeping(
     toy: toy_server.ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[bridge.Policy, FakeMode]]:
-    """A policy whose server's KV cache sleeps while passes are computed."""
+    """Return a policy whose server's KV cache sleeps while passes are computed."""
     mode = FakeMode(toy, "http://localhost:1", can_sleep=True)
     monkeypatch.setattr(module, "WAYS", defaultdict(lambda: lambda *_: mode))
     publishing = bridge.PublishingConfig(kv_sleep="always")
@@ -297,7 +301,7 @@ def sleeping(
     assert mode.calls[-1] == "close"
 
 
-def test_passes_use_the_memory_of_the_kv_cache_up_to_the_step(
+def test_passes_use_kv_cache_memory_until_the_step(
     sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
 ) -> None:
     policy, mode = sleeping
@@ -314,10 +318,8 @@ def test_passes_use_the_memory_of_the_kv_cache_up_to_the_step(
     assert mode.calls[-2:] == ["sleep", "prepare"]
 
 
-def test_a_step_that_never_comes_wakes_the_server(
-    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
-) -> None:
-    """Leaving the block, a failed loss, and a gradient that is not finite."""
+def test_server_wakes_if_no_step_follows(sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]) -> None:
+    """Cases: leaving the block, a failed loss, and a gradient that is not finite."""
     policy, mode = sleeping
     samples = bridge.samples(groups)
 
@@ -344,10 +346,10 @@ def failing_loss(_: Tensor, __: MicroBatch) -> Tensor:
     raise ZeroDivisionError
 
 
-def test_a_failed_loss_of_gradient_release_tears_nothing(
+def test_failed_loss_with_gradient_release_keeps_weights(
     toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]
 ) -> None:
-    """It is computed inside the fence, before anything is written: the server serves the same weights again."""
+    """The loss runs inside the fence, before anything is written, so the server serves the same weights again."""
     with toy_server.attach(toy.manifest, tmp_path, **{**CHOICES, "optimizer": RELEASE}) as policy:
         before = weights(policy)
         with pytest.raises(ZeroDivisionError):
@@ -358,10 +360,10 @@ def test_a_failed_loss_of_gradient_release_tears_nothing(
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
-def test_gradient_release_refuses_other_gradients(
+def test_gradient_release_refuses_existing_gradients(
     toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], is_offloaded: bool
 ) -> None:
-    """They were dropped without a word, or ended in an assertion."""
+    """Otherwise they would be dropped silently, or fail an assertion."""
     choices = {**CHOICES, "optimizer": RELEASE.model_copy(update={"offload": is_offloaded})}
     with toy_server.attach(toy.manifest, tmp_path, **choices) as policy:
         for parameter in policy.parameters():
@@ -375,7 +377,7 @@ def test_gradient_release_refuses_other_gradients(
 def test_gradients_of_a_failed_step_are_dropped(
     policy: bridge.Policy, groups: list[Group], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Else the call that is repeated adds the same gradients again."""
+    """Otherwise repeating the call would add the same gradients again."""
     samples = bridge.samples(groups)
 
     def step() -> object:
@@ -392,9 +394,7 @@ def test_gradients_of_a_failed_step_are_dropped(
         policy.optim_step()
 
 
-def test_loading_a_state_drops_gradients_of_other_weights(
-    policy: bridge.Policy, groups: list[Group], tmp_path: Path
-) -> None:
+def test_loading_a_state_drops_old_gradients(policy: bridge.Policy, groups: list[Group], tmp_path: Path) -> None:
     samples = bridge.samples(groups)
     policy.save_state(tmp_path / "state")
     policy.forward_backward(samples)
@@ -405,7 +405,7 @@ def test_loading_a_state_drops_gradients_of_other_weights(
 
 
 @pytest.mark.parametrize("repair", ["load_state", "publish"])
-def test_a_repair_drops_gradients_of_the_failed_update(
+def test_repair_drops_gradients_of_the_failed_update(
     policy: bridge.Policy, groups: list[Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repair: str
 ) -> None:
     samples = bridge.samples(groups)
@@ -423,7 +423,7 @@ def test_a_repair_drops_gradients_of_the_failed_update(
     policy.train_step(samples)
 
 
-def test_loading_a_state_closes_the_fence_of_passes(
+def test_loading_a_state_closes_the_open_fence(
     sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group], tmp_path: Path
 ) -> None:
     policy, mode = sleeping
@@ -438,7 +438,7 @@ def test_loading_a_state_closes_the_fence_of_passes(
 def test_float32_sums_can_be_stepped_by_torchs_optimizers(
     policy: bridge.Policy, groups: list[Group], name: str
 ) -> None:
-    """Some take gradients of the parameter's dtype alone, and failed inside the fence."""
+    """Some accept only gradients of the parameter's dtype, and would fail inside the fence."""
     samples = bridge.samples(groups)
     policy.forward_backward(samples[:8])
     policy.forward_backward(samples[8:])
@@ -447,7 +447,7 @@ def test_float32_sums_can_be_stepped_by_torchs_optimizers(
 
 
 @pytest.mark.parametrize("wrong", ["1e-6", True, [1e-6], torch.ones(2)])
-def test_a_learning_rate_that_is_no_number_is_refused(policy: bridge.Policy, groups: list[Group], wrong: Any) -> None:
+def test_learning_rate_that_is_not_a_number_is_refused(policy: bridge.Policy, groups: list[Group], wrong: Any) -> None:
     policy.forward_backward(bridge.samples(groups))
     with pytest.raises(UsageError, match="lr is"):
         policy.optim_step(lr=wrong)
@@ -471,7 +471,7 @@ def test_hyperparameters_are_checked_before_the_fence(
     assert "pause" not in calls(policy)
 
 
-def test_a_write_that_is_no_function_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+def test_publish_refuses_a_non_function_before_the_fence(policy: bridge.Policy) -> None:
     with pytest.raises(UsageError, match="write is None, expected a function"):
         policy.publish(None)  # type: ignore[arg-type]
     assert "pause" not in calls(policy)
@@ -496,8 +496,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_invalid_sample_is_named(policy: bridge.Policy, fault: str) -> None:
-    """Two whose lengths fit together by chance trained each other's tokens; a token id ends a process on a GPU."""
+def test_invalid_sample_is_refused_by_name(policy: bridge.Policy, fault: str) -> None:
+    """Two wrong lengths could match and train the wrong tokens; a wrong token id kills a process on a GPU."""
     fields, words = FAULTS[fault]
     whole = bridge.Sample(
         prompt_token_ids=(1,), token_ids=(2, 3, 4), sampled_logprobs=(-1.0,) * 3, advantages=(1.0,) * 3, weight=0.1
@@ -508,7 +508,7 @@ def test_an_invalid_sample_is_named(policy: bridge.Policy, fault: str) -> None:
     policy.forward_backward([whole])
 
 
-def test_invalid_samples_are_named(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_first_invalid_sample_is_named(policy: bridge.Policy, groups: list[Group]) -> None:
     samples: Any
     for samples, words in ((groups, "sample 0 is Group"), (None, "samples is None"), (["a"], "sample 0 is 'a'")):
         with pytest.raises(UsageError, match=words):
@@ -528,7 +528,7 @@ LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_invalid_loss_is_named(policy: bridge.Policy, groups: list[Group], name: str) -> None:
+def test_invalid_loss_is_refused_by_name(policy: bridge.Policy, groups: list[Group], name: str) -> None:
     with pytest.raises(UsageError, match=r"the loss .*, expected one number that depends on the log-prob"):
         policy.forward_backward(bridge.samples(groups), LOSSES[name])
     assert gradients(policy) == []
@@ -536,8 +536,8 @@ def test_invalid_loss_is_named(policy: bridge.Policy, groups: list[Group], name:
         policy.forward_backward(bridge.samples(groups), "grpo")  # type: ignore[arg-type]
 
 
-def test_old_log_probs_of_other_samples_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
-    """Lengths that fit together by chance gave ratios to other tokens; a function never saw them."""
+def test_old_log_probs_of_different_samples_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
+    """Lengths that match by chance would give ratios to the wrong tokens; a loss function would never see them."""
     samples = bridge.samples(groups)
     old = [*policy.forward_backward(samples).logprobs]
     shifted = [old[0][:-1], torch.cat([old[0][-1:], old[1]]), *old[2:]]
@@ -566,16 +566,18 @@ def test_calls_without_samples_add_nothing(policy: bridge.Policy, groups: list[G
 @pytest.mark.parametrize(
     "given", [{"sampling": {"group_size": 4}}, {"optimizer": "adamw"}, {"loss": CHOICES["sampling"]}]
 )
-def test_a_section_of_another_kind_is_named(toy: toy_server.ToyServer, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_wrong_configuration_section_is_refused_by_name(
+    toy: toy_server.ToyServer, tmp_path: Path, given: dict[str, Any]
+) -> None:
     (name,) = given
     with pytest.raises(UsageError, match=rf"{name} is .*, expected a bridge\."):
         toy_server.attach(toy.manifest, tmp_path, **given)
 
 
-def test_a_reader_joins_no_other_process(
+def test_read_only_policy_joins_no_process_group(
     toy: toy_server.ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its choices were those of several ranks, and it is alone."""
+    """Otherwise its configuration would be for several ranks, although it is a single process."""
     launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
@@ -583,10 +585,8 @@ def test_a_reader_joins_no_other_process(
         assert reader.ranks.world_size == reader.config.gpus == 1
 
 
-def test_verify_does_not_close_the_fence_of_passes(
-    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
-) -> None:
-    """It resumed the server, whose KV cache was still asleep."""
+def test_verify_does_not_close_the_open_fence(sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]) -> None:
+    """Otherwise it would resume the server while the KV cache still sleeps."""
     policy, _ = sleeping
     policy.forward_backward(bridge.samples(groups))
     with pytest.raises(UsageError, match="the fence stays open for passes"):
@@ -595,10 +595,10 @@ def test_verify_does_not_close_the_fence_of_passes(
 
 
 @pytest.mark.parametrize("end", ["a step", "a failed step", "leaving"])
-def test_ctrl_c_acts_between_passes_and_step_and_after_them(
+def test_ctrl_c_works_between_passes_and_step_and_afterwards(
     sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group], end: str
 ) -> None:
-    """The fence of passes defers it inside alone: what handled it before handles it afterwards."""
+    """Ctrl-C is deferred only inside the fence; afterwards the previous handler is active again."""
     policy, _ = sleeping
     before, samples = signal.getsignal(signal.SIGINT), bridge.samples(groups)
     weight = math.inf if end == "a failed step" else 1.0
@@ -617,7 +617,7 @@ def test_ctrl_c_acts_between_passes_and_step_and_after_them(
         signal.raise_signal(signal.SIGINT)
 
 
-def test_gradient_release_sleeps_inside_its_one_fence(
+def test_gradient_release_sleeps_inside_a_single_fence(
     toy: toy_server.ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[Group]
 ) -> None:
     mode = FakeMode(toy, "http://localhost:1", can_sleep=True)
@@ -632,7 +632,7 @@ def test_gradient_release_sleeps_inside_its_one_fence(
     assert mode.calls == ["open", "sleep", "prepare", "publish", "close"]
 
 
-def test_in_flight_is_refused_once_passes_have_paused_the_server(
+def test_in_flight_is_refused_once_the_server_is_paused(
     sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
 ) -> None:
     policy, _ = sleeping
@@ -642,7 +642,7 @@ def test_in_flight_is_refused_once_passes_have_paused_the_server(
     assert policy.optim_step().version == 4
 
 
-def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_and_full_checkpoints_are_not_interchangeable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = bridge.LoraConfig(r=lora_runs.RANK)
     with lora_runs.world_in(tmp_path, monkeypatch) as world:
         world.export()

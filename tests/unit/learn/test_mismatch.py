@@ -1,4 +1,4 @@
-"""Importance weights and the log-prob mismatch of two engines, against numbers computed by hand."""
+"""Importance weights and the log-prob mismatch between two engines, compared with numbers computed by hand."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from bridge.types import LOGPROB_DIFF_EDGES
 CPU = torch.device("cpu")
 SAMPLED_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
 RATIOS = (0.25, 0.5, 1.0, 2.0, 8.0)
-"""Probability under the trainer over that under the server; powers of two, so that bounds are hit exactly."""
+"""The trainer's probability divided by the server's; powers of two, so that bounds are hit exactly."""
 
 
 def old() -> Tensor:
@@ -41,7 +41,7 @@ def test_importance_weights_match_the_papers(choices: dict[str, Any], weights: l
     torch.testing.assert_close(found_N, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0)
 
 
-def test_a_sequence_weighs_the_product_of_its_known_tokens() -> None:
+def test_sequence_weight_is_the_product_of_known_tokens() -> None:
     sequences_N = torch.tensor([0, 0, 0, 1, 1])
     unknown_N = torch.tensor([-1.0, -1.0, -1.0, math.nan, -1.0])
     by = correction(mismatch="truncate")
@@ -53,7 +53,7 @@ def test_a_sequence_weighs_the_product_of_its_known_tokens() -> None:
     assert metrics["importance_weight"] == pytest.approx((3 * 0.125 + 2) / 4)
 
 
-def test_a_sequence_is_masked_by_the_product_of_its_tokens() -> None:
+def test_sequence_is_masked_by_the_product_of_its_tokens() -> None:
     # 0.25 * 8 = 2 and 0.5 * 1 * 2 = 1 are kept, though 0.25 and 8 alone are not; 0.25 * 0.5 and 2 * 8 are masked
     by = correction(mismatch="mask", mismatch_level="sequence")
     for sequences, weights in (([0, 1, 1, 1, 0], [2, 1, 1, 1, 2]), ([0, 0, 1, 2, 2], [0, 0, 1, 0, 0])):
@@ -85,13 +85,13 @@ def test_weights_of_huge_differences_are_finite() -> None:
     assert correction(mismatch="mask").weights(old_N, sampled_N).tolist() == [0.0, 0.0]
 
 
-def test_mask_does_not_hide_nan() -> None:
+def test_masking_does_not_hide_nan() -> None:
     for kind in ("truncate", "mask"):
         assert correction(mismatch=kind).weights(torch.tensor([math.nan]), torch.tensor([0.0])).isnan().all()
 
 
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
-def test_a_token_of_unknown_logprob_weighs_one_unmeasured(kind: str) -> None:
+def test_unknown_logprob_has_weight_one_and_is_not_measured(kind: str) -> None:
     unknown_N = torch.tensor([math.nan, -1.0, math.nan, -1.0, -1.0])
     spec, known = correction(mismatch=kind), [1, 3, 4]
     assert spec.weights(old(), unknown_N)[[0, 2]].tolist() == [1.0, 1.0]
@@ -100,13 +100,13 @@ def test_a_token_of_unknown_logprob_weighs_one_unmeasured(kind: str) -> None:
     assert measure(old(), unknown_N, spec).metrics() == measure(old()[known], SAMPLED_N[known], spec).metrics()
 
 
-def test_without_known_logprobs_there_is_no_metric_or_alarm() -> None:
+def test_unknown_logprobs_give_no_metric_and_no_alarm() -> None:
     metrics = measure(old(), torch.full_like(SAMPLED_N, math.nan), correction(mismatch="truncate")).metrics()
     assert all(math.isnan(value) for name, value in metrics.items() if name != "logprob_diff_histogram")
     assert alarm(metrics, threshold=0.1) is None
 
 
-def test_mismatch_equals_a_hand_computation() -> None:
+def test_mismatch_matches_a_hand_computation() -> None:
     differences_N = torch.tensor([0.0, 0.0005, 0.002, 0.004, 0.02, 0.05, 0.2, 0.5, 1.0, 2.0])
     signs_N = torch.tensor([1.0, -1.0] * 5)
     sampled_N = torch.full((10,), -3.0)
@@ -142,7 +142,7 @@ def test_truncated_and_masked_shares_are_reported(kind: str, changed: float, wei
     assert metrics["importance_weight"] == pytest.approx(weight, rel=1e-6)
 
 
-def test_without_a_correction_nothing_counts_as_corrected() -> None:
+def test_without_correction_no_token_counts_as_changed() -> None:
     assert measure(old(), SAMPLED_N, correction(mismatch="none", mismatch_high=1.5)).metrics()["corrected_share"] == 0
 
 
@@ -154,7 +154,7 @@ def test_equal_engines_have_no_mismatch() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 17, 40])
-def test_parts_of_a_batch_add_up_to_the_whole(cut: int) -> None:
+def test_mismatch_sums_of_parts_add_up(cut: int) -> None:
     torch.manual_seed(0)
     old_N, sampled_N = torch.randn(40), torch.randn(40)
     by = correction(mismatch="mask")
@@ -168,7 +168,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(cut: int) -> None:
         assert summed[name] == pytest.approx(whole[name], rel=1e-12)
 
 
-def test_no_value_is_waited_for_before_it_is_read() -> None:
+def test_measuring_does_not_wait_for_the_device() -> None:
     """Tensors on the meta device have no values, so reading one would fail."""
     old_N, sampled_N = old().to("meta"), SAMPLED_N.to("meta")
     for kind in ("truncate", "mask", "none"):
@@ -177,14 +177,14 @@ def test_no_value_is_waited_for_before_it_is_read() -> None:
             tally.metrics()
 
 
-def test_a_step_without_tokens_has_no_measure_and_no_alarm() -> None:
+def test_step_without_tokens_has_no_mismatch_and_no_alarm() -> None:
     metrics = Tally.zero(CPU).metrics()
     histogram = metrics.pop("logprob_diff_histogram")
     assert all(math.isnan(value) for value in (*metrics.values(), *histogram))
     assert alarm(metrics, 0.1) is None
 
 
-def test_a_mean_at_the_threshold_is_an_alarm_with_its_causes() -> None:
+def test_mean_at_the_threshold_raises_an_alarm_with_causes() -> None:
     sampled_N = torch.zeros(4)
     metrics = measure(torch.tensor([0.5, 0.25, 0.25, 0.0]), sampled_N, correction()).metrics()
     assert metrics["logprob_diff_mean"] == 0.25

@@ -1,4 +1,4 @@
-"""`--loss file.py:function`: the same bits as a built-in loss, exact metrics however a batch is cut, and its errors."""
+"""`--loss file.py:function`: the same bits as a built-in loss, exact metrics for any micro-batches, and errors."""
 
 import math
 import os
@@ -57,7 +57,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 def with_signal(groups: Sequence[Group]) -> list[Group]:
-    """Give every completion an advantage: a built-in loss leaves those without one out."""
+    """Give every completion an advantage, since built-in losses leave out completions without one."""
     rewards = (0.0, 1.0, 0.125, 0.25, 0.5, 2.0)
     return [replace(group, rewards=rewards[: len(group.rewards)]) for group in groups]
 
@@ -106,7 +106,7 @@ def test_metrics_are_exact_over_cuts_and_ranks(groups: list[Group], tmp_path: Pa
         assert {name: learnt[name] for name in added} == pytest.approx({n: expected[n] for n in added}, rel=1e-6)
 
 
-def test_reference_is_given_and_its_divergence_added(tmp_path: Path) -> None:
+def test_own_loss_gets_the_reference_and_its_kl_is_added(tmp_path: Path) -> None:
     text = "def f(t):\n    assert t.reference_logprobs is not None\n    return 0 * t.logprobs, {}\n"
     spec = LossSpec.of(LossConfig(name=file(tmp_path, text, "f"), kl_coef=0.5))
     (batch,) = packs(bridge.samples([group_of([3, 3], [1.0, 0.0])]), max_tokens=100, device=torch.device("cpu"))
@@ -118,7 +118,7 @@ def test_reference_is_given_and_its_divergence_added(tmp_path: Path) -> None:
         LossSpec.of(LossConfig(name=file(tmp_path, text, "f")))
 
 
-def test_library_has_the_same_loss(tmp_path: Path) -> None:
+def test_library_computes_the_same_own_loss(tmp_path: Path) -> None:
     own = LossConfig(name=file(tmp_path))
     (batch,) = packs(bridge.samples([group_of([3, 3], [1.0, 0.0])], own), max_tokens=100, device=torch.device("cpu"))
     logprobs = (batch.sampled_logprobs_N - 0.1).requires_grad_()
@@ -209,14 +209,14 @@ def test_unusable_function_is_refused_before_a_run(body: str, tmp_path: Path) ->
         f"advantages = tensors.advantages.clone().mul_(0.1); return ({TERMS}) * advantages",
     ],
 )
-def test_loss_of_any_cut_is_accepted(body: str, tmp_path: Path) -> None:
+def test_loss_independent_of_micro_batches_is_accepted(body: str, tmp_path: Path) -> None:
     text = f"import torch\nstate = [0]\ndef f(tensors):\n    {body}\n"
     before = torch.get_rng_state()
     LossSpec.of(LossConfig(name=file(tmp_path, text, "f")))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_edited_file_is_read_again(tmp_path: Path) -> None:
+def test_edited_loss_file_is_reloaded(tmp_path: Path) -> None:
     factors = []
     for factor in (2, 3):
         name = file(tmp_path, f"def f(t):\n    return {factor} * t.logprobs\n", "f")
@@ -229,7 +229,7 @@ def test_edited_file_is_read_again(tmp_path: Path) -> None:
     assert factors == [2, 3]
 
 
-def test_input_changed_later_is_refused_in_the_pass(tmp_path: Path) -> None:
+def test_input_changed_in_a_later_pass_is_refused(tmp_path: Path) -> None:
     text = f"def f(tensors):\n    len(tensors.mask) == 6 and tensors.advantages.zero_()\n    return {TERMS}\n"
     (batch,) = packs(bridge.samples([group_of([3, 3], [1.0, 0.0])]), max_tokens=100, device=torch.device("cpu"))
     logprobs = (batch.sampled_logprobs_N - 0.1).requires_grad_()
@@ -249,7 +249,7 @@ def test_input_changed_later_is_refused_in_the_pass(tmp_path: Path) -> None:
         ("my_loss.py:f --stop-at ratoi>=2", "there is no metric 'ratoi'"),
     ],
 )
-def test_wrong_flag_ends_in_one_line(
+def test_wrong_loss_flag_ends_in_one_line(
     given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -261,7 +261,7 @@ def test_wrong_flag_ends_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_goal_may_be_a_metric_of_the_loss() -> None:
+def test_stop_at_may_use_a_metric_of_the_loss() -> None:
     goal = metrics.goal_of("ratio>=2", ["ratio"])
     assert [goal(metrics.StepMetrics(ratio=value)) for value in (1.0, 2.0)] == [False, True]
     assert not goal(metrics.Evaluation(ratio=2.0))
@@ -274,14 +274,14 @@ def test_run_records_the_metrics_and_resumes(running: Running) -> None:
     with running() as run:
         run.train(loss=EXAMPLE, training_steps=2, eval_samples=0, stop_at="ratio>=9")
         assert [row["ratio"] for row in run.metrics] == [1.0, 1.0]
-        assert [row["ratio_of_long"] for row in run.metrics] == [None, None]  # no completion is that long
+        assert [row["ratio_of_long"] for row in run.metrics] == [None, None]  # since no completion is that long
         assert run.metrics[0]["clipped_low_share"] is None
         run.go_on(loss=EXAMPLE, training_steps=3)
         assert [row["ratio"] for row in run.metrics] == [1.0, 1.0, 1.0]
 
 
 MADE_UP_CALLS = 9
-"""Each of the two made-up batches twice and with doubled weights, and their three sequences one by one."""
+"""Number of trial calls: both made-up batches twice and with doubled weights, and their three sequences separately."""
 FAILS = """
 calls = [0]
 def f(tensors):
@@ -299,7 +299,7 @@ def f(tensors):
         (1, {}, 1),
         (1, {"updates_per_batch": 2}, 1),  # the first update is published
         (1, {"updates_per_batch": 2, "training_steps": 1}, 1),  # and there is no next step
-        (1, {"gradient_release": True}, 2),  # inside the write, before the first weight
+        (1, {"gradient_release": True}, 2),  # inside the write, before any weight changes
     ],
 )
 def test_function_that_raises_ends_the_run_in_one_line(

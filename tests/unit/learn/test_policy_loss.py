@@ -1,4 +1,4 @@
-"""The policy losses: values computed by hand, gradients, clips, truncations, and the expectation over stale samples."""
+"""The policy losses: hand-computed values, gradients, clips, truncation, and the expectation over stale samples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ CPU = torch.device("cpu")
 CLIPPED = LossSpec(ratio_level="token", aggregation="token_mean", advantage_scale="none", clip_low=0.2, clip_high=0.3)
 BY_SEQUENCE = replace(CLIPPED, ratio_level="sequence")
 WIDE = replace(CLIPPED, clip_low=0.999999, clip_high=1e6)
-"""Wide enough to clip nothing here."""
+"""A clip so wide that nothing is clipped here."""
 
 
 def batch_of(*advantages: Sequence[float], weight: float = 1.0, sampled: float = -2.0) -> MicroBatch:
     """Return one micro-batch in float64, with one sequence per row of advantages."""
     rows = [
         Sample(
-            prompt_token_ids=(1,) * (100 - index - len(row)),  # keeps their order: the longest comes first
+            prompt_token_ids=(1,) * (100 - index - len(row)),  # keeps the order, since the longest comes first
             token_ids=(2,) * len(row),
             sampled_logprobs=(sampled,) * len(row),
             advantages=tuple(row),
@@ -80,11 +80,11 @@ def spec_of(**choices: Any) -> LossSpec:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_is_its_papers_unless_it_is_overruled(loss: str) -> None:
+def test_loss_follows_its_paper_unless_overridden(loss: str) -> None:
     assert spec_of(loss=loss) == replace(LOSSES[loss], correction=Correction(low=0.5))
 
 
-def test_each_part_is_overruled_alone() -> None:
+def test_each_choice_is_overridden_separately() -> None:
     gspo = spec_of(loss="gspo")
     parts: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.4, "ratio_level": "token", "advantage_scale": "none"}
     parts["clip_dual"] = 3.0
@@ -129,7 +129,7 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
         ("cispo", -(sum(r * (math.log(r) - 1) for r in (1.1, 1.5, 0.5)) - 0.9 * (math.log(0.9) - 1)) / 4),
     ],
 )
-def test_each_loss_equals_a_hand_computation(loss: str, expected: float) -> None:
+def test_each_loss_matches_a_hand_computation(loss: str, expected: float) -> None:
     spec = spec_of(loss=loss)
     (batch,) = packs(samples([group_of(LENGTHS, (1, 0))], spec, max_new_tokens=10), max_tokens=100, device=CPU)
     logprobs_N, old_N = at(doubled(batch), RATIOS)
@@ -153,7 +153,7 @@ def test_each_loss_equals_a_hand_computation(loss: str, expected: float) -> None
         (0.5, -2.0, 1.6, 0.0),  # bad and already less likely than 1 - 0.2: no more push
     ],
 )
-def test_one_token_has_the_loss_and_the_gradient_of_the_paper(
+def test_loss_and_gradient_of_one_token_match_the_paper(
     spec: LossSpec, ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     value, (slope,) = loss_and_gradient(batch_of([advantage]), spec, [ratio])
@@ -167,7 +167,7 @@ def test_one_token_has_the_loss_and_the_gradient_of_the_paper(
 )
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("distance", [1e4, -1e4])
-def test_an_enormous_ratio_gives_finite_numbers(spec: LossSpec, advantage: float, distance: float) -> None:
+def test_huge_ratio_gives_finite_numbers(spec: LossSpec, advantage: float, distance: float) -> None:
     batch = batch_of([advantage])
     logprobs_N = (batch.sampled_logprobs_N + distance).float().requires_grad_()
     loss, statistics = policy_loss(logprobs_N, batch.sampled_logprobs_N.float(), batch, spec)
@@ -180,14 +180,14 @@ def test_an_enormous_ratio_gives_finite_numbers(spec: LossSpec, advantage: float
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
 @pytest.mark.parametrize("server", [-2.0, -math.inf, math.nan])
 @pytest.mark.parametrize("clipped", ["objective", "weight"])
-def test_a_token_that_the_trainer_cannot_sample_is_masked(kind: Any, server: float, clipped: Any) -> None:
+def test_token_impossible_for_the_trainer_is_masked(kind: Any, server: float, clipped: Any) -> None:
     spec = replace(CLIPPED, clipped=clipped, correction=Correction(kind=kind, high=2.0), kl_coef=0.1)
     alone, batch = batch_of([1.0]), batch_of([1.0, 1.0])
     batch = replace(batch, sampled_logprobs_N=tensor(-2.0, server))
     gradients = []
     for micro_batch, logprobs in ((alone, [-2.1]), (batch, [-2.1, -math.inf])):
         logprobs_N = tensor(*logprobs).requires_grad_()
-        reference_N = logprobs_N.detach() + 0.2  # a head that masks a word masks it in both
+        reference_N = logprobs_N.detach() + 0.2  # a head that masks a word does so in both models
         loss, sums = policy_loss(logprobs_N, logprobs_N.detach(), micro_batch, spec, reference_N)
         gradients.append(torch.autograd.grad(loss, logprobs_N)[0].tolist())
         assert torch.isfinite(loss)
@@ -197,7 +197,7 @@ def test_a_token_that_the_trainer_cannot_sample_is_masked(kind: Any, server: flo
     assert metrics["corrected_share"] == (0.0 if math.isnan(server) else 0.5)
 
 
-def test_a_sequence_that_the_trainer_cannot_sample_is_masked() -> None:
+def test_sequence_impossible_for_the_trainer_is_masked() -> None:
     spec = replace(CLIPPED, correction=Correction(kind="truncate", level="sequence", high=2.0))
     batch = replace(batch_of([1.0, 1.0, 1.0]), sampled_logprobs_N=tensor(-2.0, -math.inf, -2.0))
     logprobs_N = tensor(-2.1, -2.0, -math.inf).requires_grad_()
@@ -231,7 +231,7 @@ def plain(length: int) -> dict[str, Any]:
         (3.0, 4.0, -2.0, 6.0, 0.0),  # past 3: bounded, and no more push
         (3.0, 4.0, 2.0, -2.6, 0.0),  # good: clipped at 1 + 0.3, as ever
         (3.0, 0.5, -2.0, 1.6, 0.0),  # bad and less likely: clipped at 1 - 0.2, as ever
-        (1.1, 1.25, 2.0, -2.5, -2.5),  # a bound within the clips is of bad tokens alone
+        (1.1, 1.25, 2.0, -2.5, -2.5),  # a bound within the clips applies only to bad tokens
         (1.1, 1.25, -2.0, 2.2, 0.0),
     ],
 )
@@ -263,13 +263,13 @@ CISPO = replace(CLIPPED, clipped="weight")
         (0.5, -2.0, 0.8),  # bad and less likely than 1 - 0.2: PPO would have no gradient
     ],
 )
-def test_a_clipped_weight_is_a_constant_factor_of_the_logprob(ratio: float, advantage: float, weight: float) -> None:
+def test_clipped_weight_is_a_constant_factor_of_the_logprob(ratio: float, advantage: float, weight: float) -> None:
     value, (slope,) = loss_and_gradient(batch_of([advantage]), CISPO, [ratio])
     assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 2))  # the server's log-probability is -2
     assert slope == pytest.approx(-weight * advantage)
 
 
-def test_clipped_share_ignores_the_advantages_sign() -> None:
+def test_clipped_share_ignores_the_sign_of_the_advantage() -> None:
     batch = batch_of([2.0, 2.0, -2.0, -2.0, 2.0])
     logprobs_N, old_N = at(batch, [1.1, 1.5, 1.5, 0.5, 1.4])
     shares = means(policy_loss(logprobs_N, old_N, batch, CISPO)[1])
@@ -302,7 +302,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss: str) -> None:
 
 @pytest.mark.parametrize("correction", [Correction(), Correction(kind="truncate", high=2.0)])
 @pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
-def test_the_gradient_is_the_losss_own_slope(spec: LossSpec, correction: Correction) -> None:
+def test_gradient_matches_finite_differences(spec: LossSpec, correction: Correction) -> None:
     torch.manual_seed(3)
     batch = batch_of([1.5] * 3, [-0.5] * 2, [1.0] * 2, [-1.0] * 2, weight=0.2)
     old_N = batch.sampled_logprobs_N + (0.3 if spec.ratio_level == "token" and correction.kind != "none" else 0.0)
@@ -326,7 +326,7 @@ def slopes(function: Any, point_N: Tensor, step: float = 1e-6) -> Tensor:
     return torch.stack([(function(point_N + shift) - function(point_N - shift)) / (2 * step) for shift in basis])
 
 
-def test_a_completions_ratio_is_the_mean_of_its_tokens() -> None:
+def test_completion_ratio_is_the_mean_over_its_tokens() -> None:
     # geometric means: sqrt(1.2 * 0.9) = 1.0392 and 1.1; advantage 1 and -2
     batch = batch_of([1.0, 1.0], [-2.0], weight=0.5)
     value, gradient_N = loss_and_gradient(batch, BY_SEQUENCE, [1.2, 0.9, 1.1])
@@ -335,7 +335,7 @@ def test_a_completions_ratio_is_the_mean_of_its_tokens() -> None:
     assert gradient_N == pytest.approx([-0.5 * mean, -0.5 * mean, 1.1])
 
 
-def test_a_completion_is_clipped_as_a_whole() -> None:
+def test_sequence_ratio_clips_the_full_completion() -> None:
     # only the first ratio is inside the clip; their mean, 1.8, is not
     value, gradient_N = loss_and_gradient(batch_of([1.0, 1.0]), BY_SEQUENCE, [1.2, 2.7])
     assert value == pytest.approx(-2.6)
@@ -343,7 +343,7 @@ def test_a_completion_is_clipped_as_a_whole() -> None:
     assert loss_and_gradient(batch_of([1.0, 1.0]), CLIPPED, [1.2, 2.7])[1] == pytest.approx([-1.2, 0])
 
 
-def test_by_sequence_length_does_not_change_the_loss() -> None:
+def test_sequence_level_loss_does_not_depend_on_length() -> None:
     losses = set()
     for length in (1, 2, 4, 8):
         batch = batch_of([1.0] * length, weight=1 / length)
@@ -352,7 +352,7 @@ def test_by_sequence_length_does_not_change_the_loss() -> None:
     assert losses == {(-1.25, -1.25)}
 
 
-def test_by_sequence_the_gradient_is_the_papers() -> None:
+def test_sequence_level_gradient_matches_the_paper() -> None:
     torch.manual_seed(5)
     lengths, advantages = (3, 5, 1), (1.0, -0.7, 0.4)
     batch = batch_of(*([a] * n for a, n in zip(advantages, lengths, strict=True)))
@@ -375,7 +375,7 @@ def test_each_token_has_its_own_advantage() -> None:
     assert gradient_N == pytest.approx([-2.2, 0, 1.1])
 
 
-def test_by_sequence_an_advantage_reaches_only_its_token() -> None:
+def test_sequence_level_advantage_reaches_only_its_token() -> None:
     mean = (1.1 * 1.0 * 1.2) ** (1 / 3)
     value, gradient_N = loss_and_gradient(batch_of([2.0, 0.0, -1.0]), BY_SEQUENCE, [1.1, 1.0, 1.2])
     assert value == pytest.approx(-mean)
@@ -384,7 +384,7 @@ def test_by_sequence_an_advantage_reaches_only_its_token() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("max_tokens", [1, 7, 12, 30, 1000])
-def test_however_a_batch_is_cut_its_parts_add_up_to_the_whole(loss: str, max_tokens: int) -> None:
+def test_losses_of_micro_batches_add_up_for_any_cut(loss: str, max_tokens: int) -> None:
     torch.manual_seed(1)
     spec = spec_of(loss=loss, kl_coef=0.1, mismatch="truncate", clip_low=0.2, clip_high=0.28)
     lengths = (3, 5, 1, 2), (4, 4, 6, 1)
@@ -424,13 +424,13 @@ def run(rows: Sequence[Sample], spec: LossSpec, max_tokens: int) -> tuple[float,
 # The KL divergence from the reference
 
 
-def test_the_divergence_is_the_papers_and_never_negative() -> None:
+def test_divergence_matches_the_paper_and_is_never_negative() -> None:
     found_N = divergence(tensor(-1.0, -1.0, -1.0), tensor(-1.0, -2.0, 0.0))
     assert found_N.tolist() == pytest.approx([0, math.exp(-1) + 1 - 1, math.e - 1 - 1])
     assert (divergence(torch.randn(1000), torch.randn(1000)) >= 0).all()
 
 
-def test_a_small_divergence_does_not_cancel() -> None:
+def test_small_divergence_is_computed_without_cancellation() -> None:
     torch.manual_seed(0)
     differences_N = torch.randn(100_000) * 10 ** (-7 * torch.rand(100_000))
     found_N = divergence(torch.zeros(()), differences_N)
@@ -440,7 +440,7 @@ def test_a_small_divergence_does_not_cancel() -> None:
     torch.testing.assert_close(found_N[seen_N].double(), exact_N[seen_N], rtol=1e-3, atol=0)
 
 
-def test_the_divergence_pulls_towards_the_reference() -> None:
+def test_divergence_pulls_towards_the_reference() -> None:
     batch = batch_of([0.0, 0.0, 0.0], weight=0.5)
     logprobs_N, old_N = at(batch, [1.0, 1.0, 1.0])
     reference_N = old_N + tensor(0.0, 1.0, -1.0)
@@ -455,7 +455,7 @@ def test_the_divergence_pulls_towards_the_reference() -> None:
 IN_REWARD = replace(CLIPPED, kl_coef=0.1, kl_in_reward=True)
 
 
-def test_kl_in_reward_lowers_advantages_up_to_the_divergence() -> None:
+def test_kl_in_reward_is_subtracted_from_earlier_advantages() -> None:
     batch = batch_of([1.0, 1.0], [2.0], weight=0.5)
     logprobs_N, old_N = at(batch, [1.1, 1.1, 1.1])
     # log-ratios 0.5 and -0.2, and 1: from the first token on 0.3, from the second -0.2, and 1
@@ -467,7 +467,7 @@ def test_kl_in_reward_lowers_advantages_up_to_the_divergence() -> None:
     assert means(statistics)["kl"] == pytest.approx(measured_N.mean().item())
 
 
-def test_a_token_made_bad_by_its_divergence_is_clipped_as_bad() -> None:
+def test_token_with_kl_in_reward_is_clipped_by_its_new_sign() -> None:
     batch = batch_of([0.05])
     logprobs_N, old_N = at(batch, [0.5])
     loss, statistics = policy_loss(logprobs_N, old_N, batch, IN_REWARD, old_N - 1.0)
@@ -476,7 +476,7 @@ def test_a_token_made_bad_by_its_divergence_is_clipped_as_bad() -> None:
 
 
 @pytest.mark.parametrize("distance", [1e4, -1e4])
-def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
+def test_distant_reference_gives_finite_numbers(distance: float) -> None:
     batch = batch_of([1.0])
     logprobs_N, old_N = at(batch, [1.0])
     loss, _ = policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, kl_coef=1.0), (old_N + distance).float())
@@ -495,7 +495,7 @@ def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
         (1.0, [0, 1, 2, 3, 4]),
     ],
 )
-def test_the_highest_entropies_are_the_most_uncertain_tokens(share: float, kept: list[int]) -> None:
+def test_top_entropy_keeps_the_most_uncertain_tokens(share: float, kept: list[int]) -> None:
     entropies_N = tensor(0.1, 0.9, 0.5, 0.3, 0.7)
     found_N = entropies_N >= least_entropy(entropies_N, share)
     assert found_N.nonzero().flatten().tolist() == kept
@@ -505,7 +505,7 @@ def test_ties_at_the_entropy_threshold_are_kept() -> None:
     assert least_entropy(tensor(0.5, 0.9, 0.5, 0.1), 0.5) == 0.5
 
 
-# Statistics
+# Metrics
 
 
 def test_tokens_clipped_to_zero_gradient_are_counted() -> None:
@@ -519,7 +519,7 @@ def test_tokens_clipped_to_zero_gradient_are_counted() -> None:
 
 @pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
 @pytest.mark.parametrize("kind", ["truncate", "mask", "none"])
-def test_no_value_is_waited_for(spec: LossSpec, kind: Any) -> None:
+def test_policy_loss_does_not_wait_for_the_device(spec: LossSpec, kind: Any) -> None:
     """Tensors on the meta device have no values, so reading one would fail."""
     batch = batch_of([1.0, 1.0], [-1.0])
     on_meta: dict[str, Any] = {
@@ -534,11 +534,11 @@ def test_no_value_is_waited_for(spec: LossSpec, kind: Any) -> None:
         means(statistics)
 
 
-def test_an_update_without_tokens_met_nothing() -> None:
+def test_update_without_tokens_has_nan_metrics() -> None:
     assert math.isnan(means({"kl": torch.zeros(2, dtype=torch.float64)})["kl"])
 
 
-# Samples from another policy than the trained one
+# Samples from a policy other than the trained one
 
 
 def bandit(sampled_V: Tensor, values: Sequence[float]) -> MicroBatch:
@@ -567,16 +567,16 @@ def found_gradient(batch: MicroBatch, new: Tensor, old: Tensor, spec: LossSpec) 
 
 @pytest.mark.parametrize("new", [OLD_LOGITS, NEW_LOGITS], ids=["first update", "later update"])
 @pytest.mark.parametrize("spec", [WIDE, replace(WIDE, ratio_level="sequence")], ids=["token", "sequence"])
-def test_stale_samples_expect_the_trained_policys_gradient(spec: LossSpec, new: Tensor) -> None:
+def test_stale_samples_give_the_trained_policys_gradient(spec: LossSpec, new: Tensor) -> None:
     weighted = replace(spec, correction=Correction(kind="truncate", high=1e6))
     batch = bandit(STALE_V, VALUES)
     expected = expected_gradient(new, VALUES)
     torch.testing.assert_close(found_gradient(batch, new, OLD_LOGITS, weighted), expected, rtol=1e-10, atol=1e-12)
     unweighted = found_gradient(batch, new, OLD_LOGITS, spec)
-    assert (unweighted - expected).abs().max() > 0.05  # without the weight it is the gradient of no policy at all
+    assert (unweighted - expected).abs().max() > 0.05  # without the weight it is not the gradient of any policy
 
 
-def test_masked_stale_samples_expect_the_kept_gradient() -> None:
+def test_masked_stale_samples_give_the_kept_gradient() -> None:
     ratios_V = OLD_LOGITS.softmax(0) / STALE_V
     low, high = sorted(ratios_V.tolist())[1:3]
     kept_V = (ratios_V >= low) & (ratios_V <= high)
@@ -587,7 +587,7 @@ def test_masked_stale_samples_expect_the_kept_gradient() -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_truncated_stale_samples_expect_the_bounded_gradient() -> None:
+def test_truncated_stale_samples_give_the_bounded_gradient() -> None:
     high = 1.2
     shares_V = (STALE_V * high / OLD_LOGITS.softmax(0)).clamp(max=1)
     assert 0 < (shares_V < 1).sum() < 4
@@ -601,8 +601,8 @@ def test_truncated_stale_samples_expect_the_bounded_gradient() -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
-    """Enumerate all pairs, weighted as the server samples them: the gradient is that of the trainer's own policy."""
+def test_sequence_level_correction_is_exact_for_two_tokens() -> None:
+    """Enumerate all pairs with the server's probabilities; the gradient must be that of the trainer's policy."""
     torch.manual_seed(2)
     stale_VV, values_VV = torch.rand(4, 4, dtype=torch.float64).softmax(1), torch.randn(4, 4, dtype=torch.float64)
     logits_VV = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
@@ -624,7 +624,7 @@ def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
 
 
 def test_kl_in_reward_has_the_gradient_of_whole_completions() -> None:
-    """Enumerate all pairs: the gradient is that of the expected value minus the divergence of the pairs."""
+    """Enumerate all pairs; the gradient must be that of the expected value minus the pairs' divergence."""
     torch.manual_seed(4)
     values_VV, reference_VV = torch.randn(4, 4, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
     logits_V = OLD_LOGITS.clone().requires_grad_()
@@ -648,7 +648,7 @@ def test_kl_in_reward_has_the_gradient_of_whole_completions() -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_gspo_truncates_one_weight_a_completion() -> None:
+def test_gspo_truncates_one_weight_per_completion() -> None:
     # the server's log-probabilities are lower: weights 1.5 * 1.5 = 2.25, truncated to 2, and 0.9
     batch = batch_of([1.0, 1.0], [1.0], weight=0.5)
     old_N = batch.sampled_logprobs_N + tensor(1.5, 1.5, 0.9).log()
@@ -681,7 +681,7 @@ def test_the_loss_decides_the_level_of_its_correction(choices: dict[str, Any], w
 
 
 def test_each_token_is_corrected_given_those_before_it() -> None:
-    """Enumerate all pairs: prefixes weighted as the server samples them, each next choice by the trainer's policy."""
+    """Enumerate all pairs; prefixes have the server's probabilities, each next choice the trainer's."""
     torch.manual_seed(2)
     stale_VV, values_VV = torch.rand(4, 4, dtype=torch.float64).softmax(1), torch.randn(4, 4, dtype=torch.float64)
     logits_VV = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)  # the second choice, given the first
@@ -700,8 +700,8 @@ def test_each_token_is_corrected_given_those_before_it() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits_VV)[0], rtol=1e-10, atol=1e-12)
 
 
-def test_the_weight_multiplies_the_divergence_too() -> None:
-    """The estimate is then that of the trained policy, whichever policy sampled."""
+def test_importance_weight_also_multiplies_the_divergence() -> None:
+    """Then the estimate is for the trained policy, whichever policy sampled."""
     batch = bandit(STALE_V, (0.0,) * 4)
     spec = replace(WIDE, kl_coef=1.0, correction=Correction(kind="truncate", high=1e6))
     old_V, reference_V = OLD_LOGITS.log_softmax(0), NEW_LOGITS.log_softmax(0)
@@ -710,7 +710,7 @@ def test_the_weight_multiplies_the_divergence_too() -> None:
 
 
 @pytest.mark.parametrize(("kind", "weights"), [("none", (1, 1, 1)), ("truncate", (0.25, 1, 2)), ("mask", (0, 1, 0))])
-def test_a_tokens_term_is_multiplied_by_its_weight(kind: Any, weights: Sequence[float]) -> None:
+def test_term_of_a_token_is_multiplied_by_its_weight(kind: Any, weights: Sequence[float]) -> None:
     spec = replace(CLIPPED, correction=Correction(kind=kind, low=0.5, high=2.0))
     batch = batch_of([1.0, -1.0, 2.0])
     old_N = batch.sampled_logprobs_N + tensor(0.25, 1.0, 8.0).log()
@@ -719,7 +719,7 @@ def test_a_tokens_term_is_multiplied_by_its_weight(kind: Any, weights: Sequence[
     assert gradient_N.tolist() == pytest.approx([-weights[0], weights[1], -2 * weights[2]])
 
 
-def test_by_sequence_a_masked_token_gets_no_gradient() -> None:
+def test_sequence_level_masked_token_gets_no_gradient() -> None:
     spec = replace(BY_SEQUENCE, correction=Correction(kind="mask", low=0.5, high=2.0))
     batch = batch_of([1.0, 1.0])
     old_N = batch.sampled_logprobs_N + tensor(1.0, 8.0).log()

@@ -1,4 +1,4 @@
-"""Advantages from rewards and from outside, and each completion's share of the loss, computed by hand."""
+"""Advantages, from rewards or given, and each completion's share of the loss, computed by hand."""
 
 import math
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def test_without_a_scale_only_the_mean_is_subtracted() -> None:
     assert advantages([group([1, 0, 0, 0]), group([2, 4])], "none") == [[0.75, -0.25, -0.25, -0.25], [-1, 1]]
 
 
-def test_leave_one_out_compares_with_the_others_mean() -> None:
+def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
     # 1 - (0 + 2) / 2, 0 - (1 + 2) / 2, 2 - (1 + 0) / 2; and 1 - 0, 0 - (1 + 0 + 0) / 3
     values = advantages([group([1, 0, 2]), group([1, 0, 0, 0])], "leave_one_out")
     assert values[0] == pytest.approx([0, -1.5, 1.5], rel=1e-12)
@@ -68,7 +68,7 @@ def test_batch_scale_uses_group_means_and_batch_deviation() -> None:
 
 
 def by_turn(*rewards: Sequence[float]) -> Group:
-    """A group with rewards per turn: each turn has two tokens, and one that is read stands between two turns."""
+    """Return a group with rewards per turn; each turn has two tokens, and an unsampled token is between two turns."""
     completions = []
     for turns in rewards:
         sampled = tuple(index % 3 < 2 for index in range(3 * len(turns) - 1))
@@ -82,7 +82,7 @@ def of_tokens(scale: AdvantageScale, *rewards: Sequence[float]) -> list[list[flo
     return [list(row) for filled in with_advantages([by_turn(*rewards)], scale) for row in filled.advantages or ()]
 
 
-def test_turns_are_compared_by_their_returns() -> None:
+def test_turns_are_compared_by_returns() -> None:
     rewards = [1, 2], [1, 0], [2]
     # returns of the first turns: 3, 1, 2, mean 2; of the second ones: 2, 0, mean 1
     assert of_tokens("none", *rewards) == [[1, 1, 0, 1, 1], [-1, -1, 0, -1, -1], [0, 0]]
@@ -95,13 +95,13 @@ def test_turns_are_compared_by_their_returns() -> None:
     assert of_tokens("batch", *rewards)[1] == pytest.approx([-1 / 1.04**0.5] * 2 + [0] + [-1 / 1.04**0.5] * 2, rel=1e-5)
 
 
-def test_turn_without_a_counterpart_gets_no_advantage() -> None:
+def test_turn_without_a_counterpart_has_no_advantage() -> None:
     assert of_tokens("none", [0, 0, 5], [0, 5]) == [[0.0] * 8, [0.0] * 5]
     assert not has_signal(by_turn([0, 0, 5], [0, 5]))
-    assert has_signal(by_turn([0, 1], [1, 0])), "the totals are equal, the turns are not"
+    assert has_signal(by_turn([0, 1], [1, 0])), "the totals are equal, but the turns are not"
 
 
-def test_of_rewards_per_turn_only_sampled_tokens_are_trained_on() -> None:
+def test_turn_rewards_train_only_sampled_tokens() -> None:
     first, second = made([by_turn([0, 1], [1, 0])], advantage_scale="none")
     # first turns: both return 1; second turns: 1 and 0
     assert list(first.advantages) == [0, 0, 0.5, 0.5]
@@ -132,7 +132,7 @@ def test_given_advantages_are_kept() -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_zeroed_advantage_still_counts_in_the_mean(scale: AdvantageScale) -> None:
+def test_completion_with_zero_advantage_counts_in_the_mean(scale: AdvantageScale) -> None:
     plain = [group([0, 1, 5]), group([2, 3])]
     zeroed = [group([0, 1, 5], zero_advantage=(False, True, True)), plain[1]]
     (first, _, _), second = advantages(plain, scale)
@@ -154,13 +154,13 @@ def test_a_zeroed_advantage_still_counts_in_the_mean(scale: AdvantageScale) -> N
         ([1, 0], {"advantages": ((0.0,), (0.0,))}, False),
     ],
 )
-def test_a_group_has_a_signal_where_an_advantage_is_not_zero(
+def test_group_with_a_nonzero_advantage_has_a_signal(
     rewards: list[float], given: dict[str, Any], expected: bool
 ) -> None:
     assert has_signal(group(rewards, **given)) is expected
 
 
-def test_filled_groups_are_not_filled_twice() -> None:
+def test_existing_advantages_are_not_computed_again() -> None:
     groups = with_advantages([group([0, 2]), group([4, 10])], "batch")
     first, second = made(groups[:1], loss="dr_grpo"), made(groups[1:], loss="dr_grpo")
     whole = made(groups, loss="dr_grpo")
@@ -213,7 +213,7 @@ def test_kept_words_belong_to_the_sampled_tokens() -> None:
         ("rloo", [1 / (4 * 100)] * 4),
     ],
 )
-def test_a_tokens_weight_is_its_losses_aggregation(loss: str, weights: list[float]) -> None:
+def test_token_weights_follow_the_losss_aggregation(loss: str, weights: list[float]) -> None:
     trained_samples = made([group([0, 1], [1, 2]), group([3, 1], [3, 4])], loss=loss)
     assert [sample.weight for sample in trained_samples] == weights
 
@@ -224,7 +224,7 @@ def test_zero_advantage_is_dropped_but_counts_in_the_mean(loss: str, weight: flo
     assert first.weight == weight
 
 
-def test_zero_advantage_stays_with_a_kl_term() -> None:
+def test_zero_advantage_is_trained_on_with_a_kl_term() -> None:
     trained_samples = made([group([3, 3], [1, 2])], kl_coef=0.1)
     assert [sample.advantages for sample in trained_samples] == [(0.0,), (0.0, 0.0)]
 
@@ -241,7 +241,7 @@ def test_an_empty_completion_is_left_out_but_counts() -> None:
 
 @pytest.mark.parametrize("reason", ["length", "abort"])
 @pytest.mark.parametrize(("loss", "weight"), [("dapo", 1 / 2), ("grpo", 1 / (2 * 2)), ("dr_grpo", 1 / (2 * 100))])
-def test_masked_completions_count_but_their_tokens_do_not(loss: str, weight: float, reason: FinishReason) -> None:
+def test_masked_completions_count_but_not_their_tokens(loss: str, weight: float, reason: FinishReason) -> None:
     cut = group([0, 1], completions=(completion(2), completion(7, reason)))
     assert [len(sample.token_ids) for sample in made([cut], loss=loss)] == [2, 7]
     (kept,) = made([cut], loss=loss, mask_truncated=True)
@@ -266,7 +266,7 @@ def test_the_weights_of_each_aggregation_add_up() -> None:
 
 
 def turns(*sampled: bool, logprob: float = -1.0) -> Completion:
-    """A completion with one token per flag, which says whether the model sampled it."""
+    """Return a completion with one token per flag; the flag says whether the model sampled the token."""
     length = len(sampled)
     return replace(completion(length), logprobs=(logprob,) * length, sampled=sampled)
 
@@ -287,17 +287,17 @@ def test_tokens_before_the_first_sampled_one_are_prompt() -> None:
     assert (second.prompt_token_ids, second.token_ids, second.sampled) == ((10,), (11, 12), (True, False))
 
 
-def test_advantages_from_outside_reach_the_sampled_tokens_alone() -> None:
+def test_given_advantages_reach_only_sampled_tokens() -> None:
     theirs = ((1.0, 2.0, 3.0), (0.5,))
     both = group([0, 0], completions=(turns(True, False, True), turns(True, False)), advantages=theirs)
     assert [sample.advantages for sample in made([both])] == [(1.0, 3.0), (0.5,)]
 
 
-def test_an_advantage_where_no_token_was_sampled_trains_nothing() -> None:
+def test_advantage_without_sampled_tokens_trains_nothing() -> None:
     assert made([group([0], completions=(turns(True, False),), advantages=((0.0, 1.0),))]) == []
 
 
-def test_a_completion_without_sampled_tokens_still_counts() -> None:
+def test_completion_without_sampled_tokens_counts_in_the_mean() -> None:
     (kept,) = made([group([0, 1], completions=(turns(False, False), completion(2)))], advantage_scale="none")
     assert kept.advantages == (0.5, 0.5)
 
@@ -319,8 +319,8 @@ def test_the_batch_deviation_ignores_missing_completions() -> None:
     assert values == [[], pytest.approx([-3 / 38**0.5, 3 / 38**0.5], rel=1e-5), [0]]
 
 
-def test_samples_have_the_images_of_their_group() -> None:
-    """Two groups may have the same token ids, and other images behind them."""
+def test_samples_get_the_images_of_their_group() -> None:
+    """Two groups may have the same token ids but different images."""
     shown = [
         Images.of((Array(name="pixels", dtype="uint8", shape=(1,), content=bytes([value])),), starts=(0,), grids=())
         for value in range(2)

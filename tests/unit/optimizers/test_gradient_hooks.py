@@ -1,4 +1,4 @@
-"""Gradient release: each parameter is stepped inside the backward pass, with the same result as in an ordinary step."""
+"""Gradient release: each parameter is stepped during the backward pass, with the same result as an ordinary step."""
 
 import math
 
@@ -38,7 +38,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_released_update_is_an_ordinary_one(name: str, device: str) -> None:
+def test_released_update_equals_an_ordinary_one(name: str, device: str) -> None:
     released, ordinary = Tied().to(device), Tied().to(device)
     one, other = (
         SplitMasterAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, kind=KINDS[name])
@@ -65,7 +65,7 @@ def test_only_one_released_gradient_exists_at_a_time() -> None:
     model = Tied()
     optimizer = SplitMasterAdamW(model.parameters(), lr=1e-2)
     num_gradients: list[int] = []
-    for parameter in model.parameters():  # called before ours
+    for parameter in model.parameters():  # called before Bridge's hooks
         parameter.register_post_accumulate_grad_hook(
             lambda _: num_gradients.append(sum(parameter.grad is not None for parameter in model.parameters()))
         )
@@ -74,7 +74,7 @@ def test_only_one_released_gradient_exists_at_a_time() -> None:
     assert num_gradients == [1] * len(list(model.parameters()))
     optimizer.step()
     model.loss().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters()), "outside nothing is released"
+    assert all(parameter.grad is not None for parameter in model.parameters()), "outside the block nothing is released"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_only_one_released_gradient_exists_at_a_time() -> None:
         ("cba", "abc", ["take c", "take b", "take a"]),
     ],
 )
-def test_groups_follow_in_their_order_once_they_are_complete(order: str, without: str, expected: list[str]) -> None:
+def test_groups_are_taken_in_order_once_complete(order: str, without: str, expected: list[str]) -> None:
     weights = {name: nn.Parameter(torch.ones(3)) for name in "abc"}
     happened, hidden = list[str](), torch.ones(3, requires_grad=True)
     for name, weight in weights.items():
@@ -99,7 +99,7 @@ def test_groups_follow_in_their_order_once_they_are_complete(order: str, without
     assert happened == expected
 
 
-def test_each_gradient_is_scaled_down_on_its_own() -> None:
+def test_each_released_gradient_is_clipped_separately() -> None:
     small, large = (nn.Parameter(torch.zeros(300).bfloat16()) for _ in range(2))
     optimizer = SplitMasterAdamW([small, large], lr=1e-2)
     with optimizer.releasing(max_norm=1.0):
@@ -108,7 +108,7 @@ def test_each_gradient_is_scaled_down_on_its_own() -> None:
     assert (optimizer.parts(large)["exp_avg"] * 10).norm().item() == pytest.approx(1.0, rel=1e-3)
 
 
-def test_a_scaled_parameter_is_clipped_like_a_plain_one() -> None:
+def test_scaled_parameter_is_clipped_like_an_unscaled_one() -> None:
     plain, held = (nn.Parameter(torch.full((300,), value).bfloat16()) for value in (1.0, 4.0))
     one, other = (
         SplitMasterAdamW([scaled_group(weight, factor, lr=1e-2, weight_decay=0.0)])
@@ -126,7 +126,7 @@ def test_a_scaled_parameter_is_clipped_like_a_plain_one() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_released_gradient_that_is_not_finite_ends_the_run(name: str, value: float) -> None:
+def test_released_gradient_that_is_not_finite_raises(name: str, value: float) -> None:
     torch.manual_seed(0)
     good, bad = (nn.Parameter(torch.randn(4, 200).bfloat16()) for _ in range(2))
     optimizer = SplitMasterAdamW([good, bad], lr=0.1, kind=KINDS[name])
@@ -145,7 +145,7 @@ def test_a_released_gradient_that_is_not_finite_ends_the_run(name: str, value: f
     assert not torch.equal(good, weight)
 
 
-def test_gradients_of_several_passes_add_up_in_float32() -> None:
+def test_gradients_of_several_passes_are_summed_in_float32() -> None:
     model = Tied()
     model.loss().backward()
     alone = [parameter.grad for parameter in model.parameters()]
@@ -162,7 +162,7 @@ def test_gradients_of_several_passes_add_up_in_float32() -> None:
         )
 
     with added_in_float32([*model.parameters(), unused]):
-        for parameter in model.parameters():  # called after ours
+        for parameter in model.parameters():  # called after Bridge's hooks
             parameter.register_post_accumulate_grad_hook(count)
         for _ in range(64):
             model.loss().backward()
@@ -188,7 +188,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     assert optimizer.num_updates(weight) == 1
 
 
-def test_parameters_without_a_gradient_are_left_out() -> None:
+def test_parameters_without_a_gradient_are_skipped() -> None:
     used, unused = (nn.Parameter(torch.ones(3).bfloat16()) for _ in range(2))
     optimizer = SplitMasterAdamW([used, unused], lr=0.1)
     with optimizer.releasing():

@@ -1,4 +1,4 @@
-"""Low-bit moments: levels and codes, and how close training with them is to float32 moments."""
+"""Low-bit moments: levels and codes, and how closely training with them follows float32 moments."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ CODED = [EIGHT_BIT, FOUR_BIT]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: on a busy machine, synchronization would dominate for such tiny tensors."""
+    """Use one thread, since on a busy machine synchronization would dominate with such tiny tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("bits", "power"), [(8, 4), (4, 2)])
-def test_a_signed_code_is_its_levels_own(bits: int, power: int) -> None:
+def test_signed_code_round_trips_through_its_level(bits: int, power: int) -> None:
     largest = 2 ** (bits - 1) - 1
     codes = torch.arange(-largest, largest + 1).to(torch.int8)
     levels = dequantize_signed(codes, bits, power)
@@ -46,7 +46,7 @@ def test_a_signed_code_is_its_levels_own(bits: int, power: int) -> None:
 
 
 @pytest.mark.parametrize(("bits", "power"), [(8, 4), (4, 2)])
-def test_a_signed_code_is_right_on_average_and_zero_stays_zero(bits: int, power: int) -> None:
+def test_signed_codes_are_unbiased_and_zero_stays_zero(bits: int, power: int) -> None:
     torch.manual_seed(0)
     values = torch.linspace(-1, 1, 51)[:, None].repeat(1, 4000)
     values[25] = 0
@@ -58,7 +58,7 @@ def test_a_signed_code_is_right_on_average_and_zero_stays_zero(bits: int, power:
 
 
 @pytest.mark.parametrize(("bits", "power"), [(8, 8), (4, 2)])
-def test_an_unsigned_code_has_no_zero_and_is_right_on_average(bits: int, power: int) -> None:
+def test_unsigned_codes_are_unbiased_and_have_no_zero(bits: int, power: int) -> None:
     codes = torch.arange(2**bits).to(torch.uint8)
     levels = dequantize_unsigned(codes, bits, power)
     assert levels[0] > 0
@@ -73,7 +73,7 @@ def test_an_unsigned_code_has_no_zero_and_is_right_on_average(bits: int, power: 
     assert quantize_unsigned(torch.zeros(1), bits, power, torch.zeros(1)).item() == 0
 
 
-def test_both_codes_of_an_element_go_into_one_byte() -> None:
+def test_both_codes_of_an_element_share_one_byte() -> None:
     first, second = (
         torch.arange(-7, 8).to(torch.int8)[:, None].expand(15, 16),
         torch.arange(16).to(torch.uint8).expand(15, 16),
@@ -122,7 +122,7 @@ def path(name: str, lr: float, steps: int) -> tuple[Tensor, float]:
     ("name", "least_cosine", "shortest", "longest"),
     [("adamw-8bit", 0.995, 0.98, 1.03), ("adamw-4bit", 0.85, 0.8, 1.05)],
 )
-def test_600_steps_go_where_float32_moments_go(name: str, least_cosine: float, shortest: float, longest: float) -> None:
+def test_600_steps_follow_float32_moments(name: str, least_cosine: float, shortest: float, longest: float) -> None:
     (moved, loss), (reference, best) = path(name, 1e-3, 600), path("adamw", 1e-3, 600)
     assert torch.cosine_similarity(moved.flatten(), reference.flatten(), dim=0) > least_cosine
     assert shortest < moved.norm() / reference.norm() < longest
@@ -147,7 +147,7 @@ def test_second_moment_forgets_old_gradients() -> None:
 def drift(name: str, size: float) -> float:
     """Return how far weights drift, in learning rates, in the 600 steps after their gradients became zero.
 
-    The gradients of their neighbors in each block continue, and are 1 / `size` times as large.
+    Their neighbors in each block keep getting gradients, which are 1 / `size` times as large.
     """
     torch.manual_seed(0)
     weight, ended = torch.nn.Parameter(torch.zeros(8, 256)), torch.rand(8, 256) < 0.5
@@ -161,14 +161,14 @@ def drift(name: str, size: float) -> float:
 
 
 @pytest.mark.parametrize(("name", "size"), [("adamw-8bit", 1.0), ("adamw-8bit", 3e-4), ("adamw-4bit", 1.0)])
-def test_momentum_ends_where_gradients_have_ended(name: str, size: float) -> None:
+def test_momentum_fades_once_gradients_are_zero(name: str, size: float) -> None:
     expected = drift("adamw", size)
     assert 1 < expected < 3
     assert 0.7 * expected < drift(name, size) < 1.4 * expected
 
 
 @pytest.mark.parametrize("name", ["adamw-8bit", "adamw-4bit"])
-def test_chance_is_the_seeds_and_the_steps(name: str) -> None:
+def test_rounding_depends_on_the_seed_and_the_step(name: str) -> None:
     def run(seed: int) -> list[Tensor]:
         torch.manual_seed(0)
         weight, weights = torch.nn.Parameter(torch.randn(20, 130).bfloat16()), []
@@ -193,7 +193,7 @@ def bits_of(number: int, row: int = 0, shape: tuple[int, int] = (1000, 256)) -> 
     return random_bits(key_and_row(number, row), torch.empty(shape))
 
 
-def test_the_bits_are_of_the_key_and_the_place_alone() -> None:
+def test_random_bits_depend_only_on_key_and_index() -> None:
     whole = bits_of(key(1, 2, 3))
     assert torch.equal(whole, bits_of(key(1, 2, 3)))
     assert torch.equal(whole[400:410], bits_of(key(1, 2, 3), 400, (10, 256)))
@@ -203,7 +203,7 @@ def test_the_bits_are_of_the_key_and_the_place_alone() -> None:
         assert abs(same_bits.float().mean().item() - 0.5) < 1e-3
 
 
-def test_random_bits_are_fair_and_independent() -> None:
+def test_random_bits_are_uniform_and_independent() -> None:
     bits = bits_of(key(5)) >> torch.arange(32).view(-1, 1, 1) & 1
     assert ((bits.float().mean((1, 2)) - 0.5).abs() < 5e-3).all()
     numbers = uniform(bits_of(key(5)))
@@ -212,7 +212,7 @@ def test_random_bits_are_fair_and_independent() -> None:
         assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 1e-2
 
 
-def test_stochastic_rounding_is_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     for value in (1.0 + 2**-9, -3.3, 1e-5, -(2.0 - 2**-12), 0.0):
         rounded = stochastic_round(torch.full((4000, 256), value), bits_of(key(7), shape=(4000, 256))).view(
             torch.bfloat16
@@ -224,6 +224,6 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         assert abs(floats.double().mean().item() - value) < spacing * 4 / 1000  # the deviation is 0.5 / sqrt(1,024,000)
 
 
-def test_bf16_values_are_unchanged() -> None:
+def test_stochastic_rounding_keeps_bf16_values() -> None:
     values = torch.randn(10, 256).bfloat16()
     assert torch.equal(stochastic_round(values.float(), bits_of(key(1), shape=(10, 256))).view(torch.bfloat16), values)

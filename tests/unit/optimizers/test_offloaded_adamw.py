@@ -1,4 +1,4 @@
-"""The optimizer in host memory: torch's fused AdamW on float32 masters, bit for bit, in chunks and streamed."""
+"""The optimizer in host memory equals torch's fused AdamW on float32 masters bit for bit, chunked and streamed."""
 
 import math
 
@@ -31,7 +31,7 @@ def gradients() -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_is_fused_adamw_on_float32_masters_bit_for_bit(dtype: torch.dtype, device: str) -> None:
+def test_offloaded_adamw_equals_fused_adamw_bit_for_bit(dtype: torch.dtype, device: str) -> None:
     ours = weights_of(device, dtype)
     masters = [torch.nn.Parameter(weight.detach().cpu().float().clone()) for weight in ours]
     optimizer = OffloadedAdamW(ours, lr=1e-3, weight_decay=0.1)
@@ -50,13 +50,13 @@ def test_it_is_fused_adamw_on_float32_masters_bit_for_bit(dtype: torch.dtype, de
         assert optimizer.changed_weight_share == changed / num_weights > 0
 
 
-def test_a_master_starts_from_the_weight_of_its_first_update() -> None:
+def test_master_starts_from_the_weight_at_its_first_update() -> None:
     ours = weights_of()
     optimizer = OffloadedAdamW(ours, lr=0.0)
     optimizer.allocate()
     assert not optimizer.parts(ours[0])["master"].any()
     with torch.no_grad():
-        ours[0].fill_(3.0)  # a checkpoint was loaded
+        ours[0].fill_(3.0)  # as if a checkpoint was loaded
     ours[0].grad = torch.ones_like(ours[0])
     optimizer.step()
     assert (ours[0] == 3).all()
@@ -86,7 +86,7 @@ def test_streamed_gradients_are_summed_in_float32(device: str) -> None:
         assert torch.equal(mine.cpu(), theirs)
 
 
-def test_unused_sum_is_dropped_by_the_next_one() -> None:
+def test_unused_gradient_sum_is_dropped_by_the_next_pass() -> None:
     ours = weights_of()
     optimizer = OffloadedAdamW(ours, lr=1e-3, streams=True)
     with optimizer.releasing():
@@ -100,7 +100,7 @@ def test_unused_sum_is_dropped_by_the_next_one() -> None:
     assert [optimizer.num_updates(weight) for weight in ours] == [1, 0, 0]
 
 
-def test_a_master_held_multiplied_is_trained_as_if_it_were_not() -> None:
+def test_scaled_master_trains_like_an_unscaled_one() -> None:
     torch.manual_seed(0)
     start = torch.randn(6, 7).bfloat16()
     plain, held = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start * 2)
@@ -116,7 +116,7 @@ def test_a_master_held_multiplied_is_trained_as_if_it_were_not() -> None:
         assert torch.equal(held, plain * 2)
 
 
-def test_rows_of_a_larger_tensor_are_written_in_place() -> None:
+def test_views_of_a_larger_tensor_are_written_in_place() -> None:
     fused = torch.randn(12, 8).bfloat16()
     before = fused.clone()
     weight = torch.nn.Parameter(fused[2:6])
@@ -127,7 +127,7 @@ def test_rows_of_a_larger_tensor_are_written_in_place() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_is_held_on_the_device(device: str) -> None:
+def test_no_state_is_kept_on_the_device(device: str) -> None:
     ours = weights_of(device)
     num_weights = sum(weight.numel() for weight in ours)
     for streams, bytes_per_weight in ((False, 12), (True, 16)):
@@ -140,7 +140,7 @@ def test_nothing_is_held_on_the_device(device: str) -> None:
         assert {tensor.device.type for tensor in optimizer._state()} == {"cpu"}
 
 
-def test_failed_sum_allocation_is_retried_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_of_sums_is_retried_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = weights_of("cpu")
     optimizer = OffloadedAdamW(ours, streams=True)
     super(OffloadedAdamW, optimizer).allocate()

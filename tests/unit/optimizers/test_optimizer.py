@@ -1,4 +1,4 @@
-"""The in-place optimizers: exact reconstruction, nothing lost at tiny learning rates, nothing moved in memory."""
+"""The in-place optimizers reconstruct masters exactly, lose nothing at tiny learning rates, and never move memory."""
 
 import math
 import subprocess
@@ -42,7 +42,7 @@ def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
     return made
 
 
-def test_a_split_master_joins_to_the_same_bits() -> None:
+def test_split_and_join_preserve_all_bits() -> None:
     torch.manual_seed(0)
     anything = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64).int().view(torch.float32)
     anything = anything[anything.isfinite()]
@@ -57,7 +57,7 @@ def test_a_split_master_joins_to_the_same_bits() -> None:
         assert torch.equal(bits(join(*split(values))), bits(values))
 
 
-def test_parameters_added_later_are_refused() -> None:
+def test_adding_parameters_later_is_refused() -> None:
     first = torch.nn.Parameter(torch.zeros(4))
     optimizer = SplitMasterAdamW([first], kind=KINDS["adamw"])
     with pytest.raises(UsageError, match="take all parameters when they are created"):
@@ -65,7 +65,7 @@ def test_parameters_added_later_are_refused() -> None:
     assert [group["params"] for group in optimizer.param_groups] == [[first]]
 
 
-def test_the_upper_half_is_the_nearest_bf16() -> None:
+def test_upper_half_of_the_master_is_the_nearest_bf16() -> None:
     torch.manual_seed(0)
     values = torch.randn(100_000)
     is_tie = (bits(values) & 0xFFFF) == 0x8000
@@ -125,7 +125,7 @@ def test_float32_parameters_are_stepped_as_torch_does() -> None:
     assert "remainder" not in ours.parts(mine)
 
 
-def test_a_float32_gradient_of_a_bf16_weight_is_used_as_it_is() -> None:
+def test_float32_gradient_of_a_bf16_weight_is_not_rounded() -> None:
     weight = torch.nn.Parameter(torch.zeros(1).bfloat16())
     weight.grad_dtype = torch.float32
     weight.grad = torch.tensor([1 + 2**-12])
@@ -134,7 +134,7 @@ def test_a_float32_gradient_of_a_bf16_weight_is_used_as_it_is() -> None:
     assert optimizer.parts(weight)["exp_avg"].item() == pytest.approx(0.1 * (1 + 2**-12), rel=1e-7)
 
 
-def test_the_share_of_changed_words_is_counted_exactly() -> None:
+def test_share_of_changed_weights_is_exact() -> None:
     # a step of 1e-3 moves 0.01 (spacing 2^-14) and 1e-9, but not 64 (spacing 0.5); no gradient, no change
     moved = parameter(torch.tensor([0.01, 64.0, 1e-9]).bfloat16(), torch.ones(3))
     still = torch.nn.Parameter(torch.ones(5))
@@ -146,7 +146,7 @@ def test_the_share_of_changed_words_is_counted_exactly() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_touches_no_weight(value: float) -> None:
+def test_gradient_that_is_not_finite_changes_no_weight(value: float) -> None:
     good, bad = (parameter(torch.ones(4).bfloat16(), torch.ones(4)) for _ in range(2))
     assert bad.grad is not None
     bad.grad[2] = value
@@ -162,13 +162,13 @@ def test_a_gradient_that_is_not_finite_touches_no_weight(value: float) -> None:
     assert optimizer.changed_weight_share == 0.0
 
 
-def test_the_norm_of_bf16_gradients_is_a_float32_one() -> None:
+def test_norm_of_bf16_gradients_is_computed_in_float32() -> None:
     torch.manual_seed(0)
     weights = [parameter(torch.zeros(n).bfloat16(), torch.randn(n)) for n in (3, 1000, 40_000)]
     exact = math.sqrt(sum(float(w.grad.double().square().sum()) for w in weights if w.grad is not None))
     optimizer = SplitMasterAdamW(weights)
     assert optimizer.global_norm() == pytest.approx(exact, rel=1e-5)
-    weights[0].grad_dtype = None  # a gradient with another dtype than its weight
+    weights[0].grad_dtype = None  # allow a gradient whose dtype differs from the weight's
     weights[0].grad = torch.zeros(3)
     weights[0].grad[0] = 1e4
     assert optimizer.global_norm() == pytest.approx(math.hypot(exact, 1e4), rel=1e-4)
@@ -177,7 +177,7 @@ def test_the_norm_of_bf16_gradients_is_a_float32_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("factor", [2.0, 0.5])
-def test_a_master_held_multiplied_is_trained_as_if_it_were_not(factor: float, dtype: torch.dtype) -> None:
+def test_scaled_master_trains_like_an_unscaled_one(factor: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     start, choices = torch.randn(6, 7).to(dtype), {"lr": 3e-3, "weight_decay": 0.1}
     plain, held = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start * factor)
@@ -185,7 +185,7 @@ def test_a_master_held_multiplied_is_trained_as_if_it_were_not(factor: float, dt
         SplitMasterAdamW([scaled_group(plain, 1.0, **choices)], lr=1.0),
         SplitMasterAdamW([scaled_group(held, factor, **choices)], lr=1.0),
     ]
-    for size in (1.0, 1e-3, 1e-7, 1e-9):  # the last two are about as large as eps, which must be scaled with them
+    for size in (1.0, 1e-3, 1e-7, 1e-9):  # the last two are close to eps, which must be scaled, too
         gradient = (torch.randn(6, 7) * size).to(dtype)
         plain.grad, held.grad = gradient, gradient / factor
         before = plain.detach().clone()
@@ -197,7 +197,7 @@ def test_a_master_held_multiplied_is_trained_as_if_it_were_not(factor: float, dt
         assert torch.equal(master(optimizers[1], held), master(optimizers[0], plain) * factor)
 
 
-def test_a_factor_of_one_is_an_ordinary_group() -> None:
+def test_factor_of_one_gives_an_ordinary_group() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     (group,) = SplitMasterAdamW([scaled_group(weight, 1.0, lr=2e-4, weight_decay=0.1)]).param_groups
     (plain,) = SplitMasterAdamW([weight], lr=2e-4, weight_decay=0.1).param_groups
@@ -230,7 +230,7 @@ def test_state_saved_by_torch_resumes_bit_for_bit(kind: str, tmp_path: Path) -> 
     assert torch.equal(resumed, whole)
 
 
-def test_its_own_state_may_be_loaded_back() -> None:
+def test_optimizer_can_load_its_own_state() -> None:
     weight, optimizer = _stepped("adamw", 2)
     before = {name: part.clone() for name, part in optimizer.parts(weight).items()}
     optimizer.load_state_dict(optimizer.state_dict())
@@ -238,7 +238,7 @@ def test_its_own_state_may_be_loaded_back() -> None:
     assert all(torch.equal(part, before[name]) for name, part in optimizer.parts(weight).items())
 
 
-def test_a_state_of_another_optimizer_is_refused() -> None:
+def test_state_of_a_different_optimizer_is_refused() -> None:
     _, optimizer = _stepped("adamw", 1)
     weight, other = _stepped("adamw-8bit", 1)
     with pytest.raises(CheckpointError, match="saved with --optimizer adamw"):
@@ -262,7 +262,7 @@ def test_float16_strided_and_overlapping_parameters_are_refused() -> None:
 def as_before(
     weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: dict[int, list[Tensor]], **choices: float
 ) -> None:
-    """Step float32 masters with exactly the operations of torch.optim.AdamW's plain loop, in the same order."""
+    """Step float32 masters with the operations of torch.optim.AdamW's for-loop implementation, in the same order."""
     step, lr, decay = int(choices["step"]), choices["lr"], choices["weight_decay"]
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         first, second = moments.setdefault(index, [torch.zeros_like(weight), torch.zeros_like(weight)])
@@ -277,7 +277,7 @@ SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_default_equals_a_float32_loop_bitwise(dtype: torch.dtype) -> None:
+def test_default_optimizer_equals_a_float32_loop_bitwise(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
     masters, moments = [weight.detach().float() for weight in ours], dict[int, list[Tensor]]()
@@ -311,7 +311,7 @@ def test_gradients_are_clipped_in_float32_inside_the_step() -> None:
     assert torch.equal(clipped.grad, gradient), "the gradient itself must not change"
 
 
-def test_exact_moments_never_reach_the_update_bound() -> None:
+def test_exact_moments_never_exceed_the_update_bound() -> None:
     torch.manual_seed(0)
     group = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 0.0, "weight_decay": 0.0}
     first, second = torch.zeros(4), torch.zeros(4)
@@ -320,7 +320,7 @@ def test_exact_moments_never_reach_the_update_bound() -> None:
         first, second = first.lerp(gradient, 0.1), second * 0.999 + 0.001 * gradient**2
         by = Coefficients.of(group, step)
         assert (first / (second.sqrt() / by.root_bias2)).abs().max() <= by.largest * (1 + 1e-5)
-    assert Coefficients.of(group, 1).largest == pytest.approx(0.1, rel=1e-6)  # of a moment without bias correction
+    assert Coefficients.of(group, 1).largest == pytest.approx(0.1, rel=1e-6)  # for a moment without bias correction
     assert Coefficients.of({**group, "betas": (0.9, 0.8)}, 3).largest == math.inf
 
 
@@ -354,8 +354,8 @@ def test_factory_makes_the_configured_optimizer() -> None:
         ("inverse_sqrt", {0: 0, 2: 0.5, 4: 1, 16: 0.5}),
     ],
 )
-def test_a_schedule_counts_the_planned_updates(kind: str, expected: dict[int, float]) -> None:
-    """Of 6 steps with 2 updates each, 2 steps are for warm-up."""
+def test_schedule_counts_planned_updates(kind: str, expected: dict[int, float]) -> None:
+    """There are 6 steps with 2 updates each, and 2 of these steps are warm-up."""
     choices = {"training_steps": 6, "passes_per_batch": 2, "warmup_steps": 2 * (kind != "constant")}
     config = TrainConfig.of(model_name="m", lr_scheduler_type=kind, **choices)
     factor = schedule(config.optimizer, config.training_steps)
@@ -376,7 +376,7 @@ def test_the_update_is_compiled_for_expected_gradients(monkeypatch: pytest.Monke
     assert len(compiled_for) == 2
 
 
-def test_the_state_of_more_parameters_is_refused() -> None:
+def test_state_with_more_parameters_is_refused() -> None:
     many = [parameter(torch.ones(4, 4).bfloat16(), torch.ones(4, 4)) for _ in range(3)]
     optimizer = SplitMasterAdamW(many)
     optimizer.step()
@@ -395,7 +395,7 @@ def check(optimizer: InPlaceOptimizer, expected: BytesPerParameter) -> None:
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert sum(tensor.nbytes for tensor in optimizer._state()) == allocated, "a step takes no more"
+    assert sum(tensor.nbytes for tensor in optimizer._state()) == allocated, "a step must not allocate more"
     assert allocated == pytest.approx((expected.device + expected.host) * NUM_PARAMETERS, rel=0.02)
     assert not expected.host or not expected.device
 
@@ -415,11 +415,11 @@ def test_state_bytes_in_host_memory_match_the_table(release: bool) -> None:
     check(OffloadedAdamW(weights, streams=release), expected)
 
 
-def test_every_kind_is_in_the_table_with_its_block() -> None:
+def test_table_lists_every_kind_with_its_block_size() -> None:
     assert set(OPTIMIZERS) == set(KINDS)
     assert [round(BytesPerParameter.of(name).device, 2) for name in OPTIMIZERS] == [10, 4.03, 1.06]
 
 
-def test_it_is_read_without_torch() -> None:
+def test_optimizer_table_is_read_without_torch() -> None:
     program = "import sys, bridge.config.optimizers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Slabs: stepping small parameters together and large ones in pieces gives the same results as stepping each alone."""
+"""Slabs: stepping small parameters together and large ones in pieces equals stepping each one separately."""
 
 import shutil
 
@@ -24,7 +24,7 @@ def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
     return made
 
 
-def test_pieces_equal_one_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_equal_one_full_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(70, 110).bfloat16(), torch.randn(3, 70, 110)
     results = []
@@ -43,7 +43,7 @@ def test_pieces_equal_one_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_parameters_match_separate_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for small in (2**22, 0):
         monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", small)
@@ -61,13 +61,13 @@ def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: 
     by_chance = KINDS[name].moments.by_chance
     assert one.changed_weight_share == other.changed_weight_share or by_chance
     compared = [(gathered[0], alone[0])] if by_chance else zip(gathered, alone, strict=True)
-    for weight, same in compared:  # random numbers depend on the place in a slab
+    for weight, same in compared:  # random numbers depend on the position in a slab
         assert torch.equal(bits(weight.detach()), bits(same.detach()))
         assert all(torch.equal(one.parts(weight)[part], value) for part, value in other.parts(same).items())
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_neighbors_and_padding_rows_are_left_alone(name: str) -> None:
+def test_neighbors_and_padding_stay_unchanged(name: str) -> None:
     torch.manual_seed(0)
     fused = torch.randn(40, 33).bfloat16()
     before = fused.clone()
@@ -80,7 +80,7 @@ def test_neighbors_and_padding_rows_are_left_alone(name: str) -> None:
     assert touched.nonzero().flatten().tolist() == [*range(10), 12, *range(20, 35)]
 
 
-def test_few_calls_step_many_small_parameters_of_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_parameters_need_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [parameter(torch.randn(16, 24).bfloat16(), torch.randn(16, 24)) for _ in range(100)]
     groups = [scaled_group(w, 1.0 + index % 2, lr=1e-3, weight_decay=0.0) for index, w in enumerate(weights)]
     optimizer, calls = SplitMasterAdamW(groups), 0
@@ -94,7 +94,7 @@ def test_few_calls_step_many_small_parameters_of_two_groups(monkeypatch: pytest.
     optimizer.allocate()
     monkeypatch.setattr(optimizer, "_update", counted)
     optimizer._step(1.0, 1.0)
-    assert calls - 2 == 2  # `allocate` requests each slab's too
+    assert calls - 2 == 2  # `allocate` calls it for each slab, too
 
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for it with g++"))
@@ -107,9 +107,9 @@ def master(optimizer: SplitMasterAdamW, parameter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in list(KINDS)[1:])])
-def test_the_compiled_update_equals_the_eager_one(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_update_equals_the_eager_one(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for most in (slabs.SLAB_ELEMENTS, slabs.PIECE_ELEMENTS):
-        monkeypatch.setitem(most, device, 2**12)  # gives tails, gathered slabs and pieces of many sizes
+        monkeypatch.setitem(most, device, 2**12)  # so that there are tails, gathered slabs and pieces of many sizes
     torch.manual_seed(0)
     shapes = [(130, 70), (5,), (300, 512), (64, 37), (20, 50)]
     start = [torch.randn(shape, device=device).bfloat16() for shape in shapes]

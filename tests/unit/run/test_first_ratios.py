@@ -1,4 +1,4 @@
-"""With unchanged weights the probability ratios are 1 in every update, however the layers are compiled."""
+"""If weights do not change, the probability ratios are 1 in every update, however the layers are compiled."""
 
 import math
 import shutil
@@ -29,7 +29,7 @@ def _no_code_of_other_tests() -> None:
 
 
 class Still(Descent):
-    """Takes no step, so that every ratio must be 1."""
+    """An optimizer that never changes a weight, so that every ratio must be 1."""
 
     def _step(self, norm: float, max_norm: float) -> None: ...
 
@@ -42,7 +42,7 @@ def model(**changes: int) -> PreTrainedModel:
 
 
 def groups(lengths: Sequence[int] = LENGTHS) -> list[Group]:
-    """Return two groups without the server's log-probabilities, as only the trainer's own are compared."""
+    """Return two groups without the server's log-probabilities, since only the trainer's are compared."""
     torch.manual_seed(3)
     made = []
     for _ in range(2):
@@ -80,7 +80,7 @@ def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-    """Compile as inductor does: without gradients, code is fused differently, and so rounds differently."""
+    """Compile like inductor, whose code without gradients is fused, and therefore rounds, differently."""
     if torch.is_grad_enabled():
         return graph
     return lambda *inputs: [
@@ -89,7 +89,7 @@ def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Calla
 
 
 @pytest.mark.timeout(600)
-def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_weights_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
     monkeypatch.setattr(logprobs, "_compiled", lambda function: function)  # the real compiler is slow
     ratios = log_ratios(monkeypatch)
@@ -104,8 +104,8 @@ def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest
         assert (metrics["clipped_low_share"], metrics["clipped_high_share"]) == (0, 0)
 
 
-def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ratios are 1 whatever the kernels do: the same numbers are on both sides."""
+def test_first_update_needs_no_extra_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ratios are 1 whatever the kernels do, since both sides are the same numbers."""
     original, calls = PreparedModel.logprobs, [0]
 
     def noisy(*given: Any) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPat
     assert not ratios[0].any()
 
 
-def test_a_pass_for_entropies_has_the_code_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_for_entropies_uses_the_updates_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
     monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
     ratios = log_ratios(monkeypatch)

@@ -1,4 +1,4 @@
-"""One batch becomes updates: gradients and weights against plain autograd, and the state after every interruption."""
+"""A batch becomes updates: gradients and weights compared with plain autograd, and the state after interruptions."""
 
 import copy
 import math
@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 TEMPERATURE = 0.8
 NUM_GROUPS, GROUP_SIZE = 4, 4
 CLOSE = 1e-4
-"""Relative distance of gradients or steps that differ only in float32's order of summation."""
+"""Largest relative distance of gradients or steps that differ only in the order of float32 sums."""
 FAR = 0.02
-"""Relative distance that takes another formula, and less than Adam's sensitivity to the signs of rounding errors."""
+"""A relative distance that only a different formula causes; it exceeds the effect of rounding on Adam's signs."""
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 Weights = dict[str, Tensor]
 
@@ -55,7 +55,7 @@ def base(seed: int = 7, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def groups() -> list[Group]:
-    """Completions of several lengths, with log-probabilities from other weights than the trained ones."""
+    """Return completions of several lengths, with log-probabilities from weights other than the trained ones."""
     return made_by(base(seed=8))
 
 
@@ -138,7 +138,7 @@ def moved(after: Weights, before: Weights) -> Weights:
 
 
 class Descent(InPlaceOptimizer):
-    """Plain gradient descent: unlike Adam's, its steps are as close to each other as the gradients are."""
+    """Plain gradient descent; unlike Adam's, its steps differ by no more than the gradients do."""
 
     def __init__(self, _choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **_shared: Any) -> None:
         super().__init__(groups)
@@ -150,7 +150,7 @@ class Descent(InPlaceOptimizer):
                     parameter.sub_(parameter.grad, alpha=group["lr"] * min(1.0, max_norm / norm))
 
 
-# The same as simply as possible: one completion at a time, the whole vocabulary, torch's own autograd.
+# The simplest reference: one completion at a time, the full vocabulary, torch's own autograd.
 
 
 def naive_logprobs(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
@@ -200,7 +200,7 @@ def naive_gradient(model: PreTrainedModel, *arguments: Any, **choices: Any) -> W
 
 
 def naive_descent(model: PreTrainedModel, updates: Iterable[Sequence[Group]], lr: float, **choices: Any) -> Weights:
-    """Take one step per entry of `updates`, with ratios to the log-probabilities from before the first."""
+    """Take one step per entry of `updates`, with ratios relative to the log-probabilities before the first step."""
     old = copy.deepcopy(model)
     for share in updates:
         for name, tensor in naive_gradient(model, share, old, **choices).items():
@@ -209,7 +209,7 @@ def naive_descent(model: PreTrainedModel, updates: Iterable[Sequence[Group]], lr
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, *odd: Callable[[Tensor], Tensor] | None) -> list[int]:
-    """Apply one entry of `odd` to the loss per call, then none; return the call counter."""
+    """Apply one entry of `odd` to the loss in each call, as long as there are any; return the call counter."""
     original, calls = policy_loss.policy_loss, [0]
 
     def bent(*arguments: Any) -> tuple[Tensor, Sums]:
@@ -227,7 +227,7 @@ def no_number(loss: Tensor) -> Tensor:
 
 
 def raising(error: BaseException) -> Callable[[Tensor], Tensor]:
-    """Raise in the middle of the backward pass, with some gradients already there."""
+    """Raise in the middle of the backward pass, when some gradients exist already."""
 
     def change(loss: Tensor) -> Tensor:
         def stop(_: Tensor) -> None:
@@ -240,7 +240,7 @@ def raising(error: BaseException) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def test_the_gradient_is_that_of_plain_autograd(groups: list[Group]) -> None:
+def test_gradient_matches_plain_autograd(groups: list[Group]) -> None:
     model = base()
     expected = naive_gradient(copy.deepcopy(model), groups, model)
     prepared(model, groups)
@@ -261,7 +261,7 @@ def test_gradients_do_not_depend_on_budget_or_order(groups: list[Group], loss: s
 
 
 @pytest.mark.parametrize("max_norm", [1e6, 1e-2])
-def test_update_is_one_step_of_adamw(groups: list[Group], max_norm: float) -> None:
+def test_update_equals_one_step_of_adamw(groups: list[Group], max_norm: float) -> None:
     model = base()
     plain, before = copy.deepcopy(model), weights(model)
     naive_loss(plain, groups, model).backward()
@@ -273,7 +273,7 @@ def test_update_is_one_step_of_adamw(groups: list[Group], max_norm: float) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_nothing_is_written_before_it_is_time_to(groups: list[Group]) -> None:
+def test_prepare_writes_nothing(groups: list[Group]) -> None:
     model = base()
     before = weights(model)
     learner = prepared(model, groups, updates_per_batch=2, passes_per_batch=2)
@@ -283,12 +283,12 @@ def test_nothing_is_written_before_it_is_time_to(groups: list[Group]) -> None:
 
 
 LARGE = 0.1
-"""Learning rate of a descent whose first step takes log-probabilities past their clips."""
+"""Learning rate at which the first step moves log-probabilities past their clips."""
 
 
 @pytest.mark.parametrize(("updates", "passes"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("tokens", [None, 1])
-def test_later_updates_use_ratios_to_the_first_weights(
+def test_later_updates_use_ratios_to_the_initial_weights(
     groups: list[Group], updates: int, passes: int, tokens: int | None
 ) -> None:
     model = base()
@@ -333,7 +333,7 @@ def flat(group: Group) -> Group:
 
 
 @pytest.mark.parametrize("teaches", [0, 1])
-def test_share_without_a_gradient_is_not_an_update(groups: list[Group], teaches: int) -> None:
+def test_update_without_a_gradient_does_not_count(groups: list[Group], teaches: int) -> None:
     model = base()
     shares = [groups[:2], groups[2:]]
     shares[1 - teaches] = [flat(group) for group in shares[1 - teaches]]
@@ -366,7 +366,7 @@ def test_a_batch_without_signal_changes_nothing(groups: list[Group]) -> None:
         ),
     ],
 )
-def test_stale_rollouts_have_the_corrections_weights(
+def test_stale_rollouts_get_importance_weights(
     groups: list[Group], choices: dict[str, Any], weigh: Callable[[Tensor], Tensor]
 ) -> None:
     model = base()
@@ -381,7 +381,7 @@ def test_stale_rollouts_have_the_corrections_weights(
 
 @pytest.mark.parametrize("in_reward", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_divergence_is_from_the_frozen_reference(
+def test_divergence_uses_the_frozen_reference(
     groups: list[Group], tmp_path: Path, passes: int, in_reward: bool
 ) -> None:
     folder = tiny.write(tiny.llama(), tmp_path / "model", seed=3)
@@ -406,7 +406,7 @@ def test_completions_without_advantage_stay_near_the_reference(groups: list[Grou
 
 
 def uncertain(model: PreTrainedModel, groups: Sequence[Group], share: float) -> list[Group]:
-    """Give advantages only to this share of all tokens, those with the highest entropies."""
+    """Give advantages only to this share of all tokens, the ones with the highest entropies."""
     entropies = []
     for group in groups:
         for completion in group.completions:
@@ -432,10 +432,10 @@ def with_equal_rewards(group: Group) -> Group:
 @pytest.mark.parametrize("is_silent", [False, True], ids=["", "silent"])
 @pytest.mark.parametrize("tokens", [None, 20, 1])
 @pytest.mark.parametrize(("updates", "passes"), [(1, 1), (2, 1), (1, 2)])
-def test_only_the_most_uncertain_tokens_are_trained_on(
+def test_top_entropy_trains_only_the_most_uncertain_tokens(
     groups: list[Group], tokens: int | None, updates: int, passes: int, is_silent: bool
 ) -> None:
-    if is_silent:  # tokens of a group without an advantage are ranked with the others'
+    if is_silent:  # tokens without an advantage are ranked with the others
         groups = [groups[0], with_equal_rewards(groups[1]), *groups[2:]]
     model = base()
     plain, before = copy.deepcopy(model), weights(model)
@@ -465,7 +465,7 @@ def of_adapter(adapter: Adapter, **choices: Any) -> dict[str, Any]:
     return {"mode": "lora_only", "lora_r": 8, "kl_coef": 0.5, "lr_factors": adapter.lr_factors()} | choices
 
 
-def test_an_adapters_reference_is_computed_once(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_of_an_adapter_is_computed_once(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     alone, model = base(), base()
     adapter = with_adapter(model)
     plain = copy.deepcopy(model)
@@ -488,7 +488,7 @@ def test_an_adapters_reference_is_computed_once(groups: list[Group], monkeypatch
     assert calls == 1
 
 
-def test_advantages_from_outside_reach_the_tokens_they_are_of(groups: list[Group]) -> None:
+def test_given_advantages_reach_their_tokens(groups: list[Group]) -> None:
     def outside(number: int, group: Group) -> Group:
         values = tuple(
             tuple(math.sin(number + 3 * index + position) for position in range(len(completion.token_ids)))
@@ -506,14 +506,14 @@ def test_advantages_from_outside_reach_the_tokens_they_are_of(groups: list[Group
 
 
 def cut_off(group: Group, *token_ids: int) -> Group:
-    """Truncate the last completion to these tokens."""
+    """Truncate the last completion to this number of tokens."""
     last = replace(
         group.completions[-1], token_ids=token_ids, logprobs=(-1.5,) * len(token_ids), finish_reason="length"
     )
     return replace(group, completions=(*group.completions[:-1], last))
 
 
-def test_masked_truncated_completions_leave_no_trace(groups: list[Group]) -> None:
+def test_masked_truncated_completions_have_no_effect(groups: list[Group]) -> None:
     results = []
     for tokens in [(5, 6, 7), (250,) * 40]:
         model = base()
@@ -532,7 +532,7 @@ def test_masked_truncated_completions_leave_no_trace(groups: list[Group]) -> Non
 
 
 def state(learner: Learner, model: PreTrainedModel) -> list[Any]:
-    """Return the optimizer's whole state."""
+    """Return the optimizer's full state."""
     optimizer = learner.optimizer
     parts = [optimizer.parts(parameter) for parameter in model.parameters()]
     kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in parts]
@@ -550,7 +550,7 @@ def state(learner: Learner, model: PreTrainedModel) -> list[Any]:
         {"gradient_release": True, "updates_per_batch": 2},
     ],
 )
-def test_a_bad_first_gradient_skips_the_batch(
+def test_nonfinite_first_gradient_skips_the_batch(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     model, straight = base(), base()
@@ -578,7 +578,7 @@ def test_a_bad_first_gradient_skips_the_batch(
     assert same(weights(model), weights(straight))
 
 
-def test_a_bad_gradient_keeps_the_updates_before_it(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_later_gradient_keeps_earlier_updates(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     model, straight = base(), base()
     calls = poisoned(monkeypatch, None, no_number)
     learnt = updated(model, groups, updates_per_batch=2, passes_per_batch=2)
@@ -618,7 +618,7 @@ def test_interrupted_update_leaves_nothing_and_is_retried(
     assert same(weights(model), weights(straight))
 
 
-def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparing_twice_computes_once(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     model = base()
     calls = poisoned(monkeypatch)
     learner = prepared(model, groups)
@@ -636,7 +636,7 @@ def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: py
         ({"gradient_checkpointing": True, "micro_batch_tokens": 40}, "micro-batches have at most 20 tokens"),
     ],
 )
-def test_update_out_of_memory_is_retried_with_less(
+def test_update_out_of_memory_is_retried_with_smaller_passes(
     groups: list[Group],
     monkeypatch: pytest.MonkeyPatch,
     choices: dict[str, Any],
@@ -671,7 +671,7 @@ def test_update_that_never_fits_changes_no_weight(
     assert gradient(model) == {}
 
 
-def test_a_later_update_that_never_fits_is_refused_afterwards(
+def test_later_update_that_never_fits_is_refused_afterwards(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, straight = base(), base()
@@ -692,7 +692,7 @@ def test_a_later_update_that_never_fits_is_refused_afterwards(
         learner.prepare()
 
 
-def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
+def test_optimizer_state_that_does_not_fit_is_refused() -> None:
     class Large(Descent):
         def allocate(self) -> None:
             raise OUT_OF_MEMORY
@@ -704,7 +704,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adamw", "adamw-8bit", "adamw-4bit"])
-def test_released_gradients_make_the_same_weights(groups: list[Group], kind: str, dtype: torch.dtype) -> None:
+def test_gradient_release_gives_the_same_weights(groups: list[Group], kind: str, dtype: torch.dtype) -> None:
     straight, model = base(dtype=dtype), base(dtype=dtype)
     choices: dict[str, Any] = {"optimizer": kind, "updates_per_batch": 2}
     expected = updated(straight, groups, **choices)
@@ -744,8 +744,8 @@ def test_gradient_release_needs_one_pass_per_update(groups: list[Group], tokens:
     assert len(updates) > 1
 
 
-def test_512_micro_batches_are_as_exact_as_one(groups: list[Group]) -> None:
-    """In bf16 the additions alone had an error of 2.5 %, where one pass has 0.7 %."""
+def test_512_micro_batches_are_as_accurate_as_one(groups: list[Group]) -> None:
+    """With bf16 sums the additions alone had an error of 2.5 %; one pass has 0.7 %."""
     whole = [group for group in groups for _ in range(512 // NUM_GROUPS // GROUP_SIZE)]
     exact = base().bfloat16().double()
     expected = naive_gradient(copy.deepcopy(exact), groups, exact)
@@ -767,7 +767,7 @@ def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
     monkeypatch.setattr(SplitMasterAdamW, "expect", lambda _, dtype: expected.append(dtype))
     straight, model, untrained = (base(dtype=torch.bfloat16) for _ in range(3))
     learner = prepared(model, groups, micro_batch_tokens=20, max_grad_norm=1e-2, **choices)
-    assert expected == [torch.float32]  # compiled for it before any weight changes
+    assert expected == [torch.float32]  # compiled for float32 before any weight changes
     assert {tensor.dtype for tensor in gradient(model).values()} == {torch.float32}
     learner.write()
     assert gradient(model) == {}
@@ -836,7 +836,7 @@ def test_every_optimizer_follows_the_schedule(groups: list[Group], choices: dict
         assert same(weights(ours), expected)
 
 
-def test_the_rate_changes_with_every_update_of_a_batch(groups: list[Group]) -> None:
+def test_learning_rate_changes_with_every_update(groups: list[Group]) -> None:
     rates = list[float]()
 
     class Recording(Descent):
@@ -846,7 +846,7 @@ def test_the_rate_changes_with_every_update_of_a_batch(groups: list[Group]) -> N
 
     choices: dict[str, Any] = {"updates_per_batch": 2, "passes_per_batch": 2, "training_steps": 3, "lr": 1.2e-3}
     learner = learner_of(base(), make_optimizer=Recording, lr_scheduler_type="linear", **choices)
-    for step in (2, 3, 2):  # the rate depends on nothing but the step
+    for step in (2, 3, 2):  # the rate depends only on the step
         learner.take(groups, step=step)
         learner.prepare()
         learner.write()
@@ -855,7 +855,7 @@ def test_the_rate_changes_with_every_update_of_a_batch(groups: list[Group]) -> N
     assert learner.learnt()["lr"] == pytest.approx(8e-4)
 
 
-def test_operations_are_counted_for_every_update(groups: list[Group]) -> None:
+def test_flops_are_counted_for_every_update(groups: list[Group]) -> None:
     model = base()
     learner = prepared(model, groups, updates_per_batch=2, passes_per_batch=3, micro_batch_tokens=20)
     learner.write()
@@ -866,7 +866,7 @@ def test_operations_are_counted_for_every_update(groups: list[Group]) -> None:
 
 
 def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
-    """Return the mean of -advantage * log-probability over all tokens."""
+    """Return the mean of -advantage * log-probability over all tokens; it falls as the model learns."""
     with torch.no_grad():
         rows = [
             -torch.tensor(group.rewards).sub(sum(group.rewards) / GROUP_SIZE)[index]
@@ -889,7 +889,7 @@ def notes_of(**choices: Any) -> list[str]:
     return notes
 
 
-def test_a_learning_rate_that_nobody_chose_is_reported() -> None:
+def test_default_learning_rate_is_logged() -> None:
     assert "learning rate 1e-06, the default for all weights; set it with --lr" in notes_of()
     adapter = notes_of(mode="lora_only")
     assert "learning rate 1e-05, the default for an adapter; set it with --lr" in adapter
@@ -904,7 +904,7 @@ def test_a_learning_rate_that_nobody_chose_is_reported() -> None:
         ({}, None),
     ],
 )
-def test_uncorrected_staleness_is_reported(choices: dict[str, Any], cause: str | None) -> None:
+def test_uncorrected_staleness_is_logged(choices: dict[str, Any], cause: str | None) -> None:
     line = f"with {cause} completions of older weights are trained on, and nothing corrects for the difference"
     expected = [f"--mismatch none: {line}"] if cause else []
     assert [note for note in notes_of(mismatch="none", **choices) if "corrects" in note] == expected
@@ -914,7 +914,7 @@ def test_uncorrected_staleness_is_reported(choices: dict[str, Any], cause: str |
 @pytest.mark.parametrize(
     ("lr", "decay", "effect"), [(1e-6, 0.01, False), (1e-6, 0.1, True), (1e-6, 0.0, True), (1e-5, 0.01, True)]
 )
-def test_a_weight_decay_that_float32_rounds_away_is_reported(lr: float, decay: float, effect: bool) -> None:
+def test_weight_decay_lost_to_rounding_is_logged(lr: float, decay: float, effect: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(256))
     weight.grad = torch.zeros(256)
     SplitMasterAdamW([factory.scaled_group(weight, 4.0, lr=lr, weight_decay=decay)]).step()

@@ -1,4 +1,4 @@
-"""What a resumed run may change: other problems or another order are refused, everything else is one line."""
+"""What a resumed run may change: different problems or a different order are refused, all else is reported."""
 
 import json
 import random
@@ -40,7 +40,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def saved(run_dir: Path, problems: Environment, **choices: Any) -> SavedCheckpoint:
-    """Return a checkpoint of step 4 of a run with these choices."""
+    """Return a checkpoint at step 4 of a run with these choices."""
     chosen = config(**choices)
     (run_dir / "config.json").write_text(json.dumps(chosen.document(chosen.settled())))
     progress = Progress(
@@ -51,7 +51,7 @@ def saved(run_dir: Path, problems: Environment, **choices: Any) -> SavedCheckpoi
     return checkpoint.read(folder)
 
 
-def test_the_same_run_resumes_without_a_word(run_dir: Path) -> None:
+def test_unchanged_run_resumes_without_a_log_line(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES)), lr=1e-4)
     later = config(lr=1e-4, training_steps=99, resume=True, run_dir=run_dir, save_path=run_dir)
     assert resuming.check(source, later, task(named(NAMES))) == []
@@ -66,7 +66,7 @@ def test_changes_on_resume_are_one_line(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "is_reported"), [("cosine", True), ("linear", True), ("constant", False)])
-def test_a_schedule_of_another_length_is_reported(run_dir: Path, schedule: str, is_reported: bool) -> None:
+def test_schedule_of_a_different_length_is_reported(run_dir: Path, schedule: str, is_reported: bool) -> None:
     source = saved(run_dir, task(named(NAMES)), training_steps=8, lr_scheduler_type=schedule)
     later = config(training_steps=16, lr_scheduler_type=schedule)
     line = (
@@ -82,22 +82,22 @@ def test_a_schedule_of_another_length_is_reported(run_dir: Path, schedule: str, 
 @pytest.mark.parametrize(
     "others", [named([*NAMES, "a8"]), named(NAMES[:-1]), named(NAMES[::-1]), named([f"b{n}" for n in range(8)])]
 )
-def test_other_problems_are_refused(run_dir: Path, others: list[Any]) -> None:
+def test_different_problems_are_refused(run_dir: Path, others: list[Any]) -> None:
     source = saved(run_dir, task(named(NAMES)))
     with pytest.raises(UsageError, match=r"these are not the problems that .*step_4 was trained on") as refused:
         resuming.check(source, config(), task(others))
     assert refused.value.hint.startswith("give the same --data, or start a new run from its weights: --model ")
 
 
-def test_another_seed_is_refused(run_dir: Path) -> None:
+def test_different_seed_is_refused(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES)), seed=3)
     with pytest.raises(UsageError, match=r"--seed 0: .* was trained on 4 problems in the order of --seed 3") as refused:
         resuming.check(source, config(), task(named(NAMES)))
     assert refused.value.hint.startswith("--seed 3, or start a new run from its weights: --model ")
-    assert resuming.check(source, config(seed=5), None) == ["changed since step 4: seed 3 -> 5"]  # it has no problems
+    assert resuming.check(source, config(seed=5), None) == ["changed since step 4: seed 3 -> 5"]  # no problems
 
 
-def test_problems_match_by_prompts_wherever_they_are(run_dir: Path) -> None:
+def test_moved_problems_are_recognized_by_their_prompts(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES, answer="1")), data="a.jsonl")
     lines = resuming.check(source, config(data="moved/a.parquet"), task(named(NAMES, answer="2", level=1)))
     assert lines == ["changed since step 4: data a.jsonl -> moved/a.parquet"]
@@ -106,7 +106,7 @@ def test_problems_match_by_prompts_wherever_they_are(run_dir: Path) -> None:
     assert resuming.digest(task(before)) == resuming.digest(task(now))
 
 
-def test_an_environment_that_yields_other_problems_each_time_is_reported(run_dir: Path) -> None:
+def test_environment_without_a_fixed_order_is_reported(run_dir: Path) -> None:
     before, now = (task(named(random.Random(seed).sample(NAMES, 8)), listed=False) for seed in range(2))
     source = saved(run_dir, before, environment="mine.py:Task", data=None)
     (line,) = resuming.check(source, config(environment="mine.py:Task", data=None), now)
@@ -115,7 +115,7 @@ def test_an_environment_that_yields_other_problems_each_time_is_reported(run_dir
         resuming.check(source, config(environment="other.py:Task", data=None), now)
 
 
-def test_a_run_without_a_record_of_its_problems_resumes(run_dir: Path) -> None:
+def test_run_without_recorded_problems_resumes(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES)))
     old = source.progress.model_copy(update={"problems": None, "seed": None})
     later = SavedCheckpoint(source.folder, old)
@@ -149,7 +149,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     return runner(tmp_path, monkeypatch)
 
 
-def test_a_resumed_run_refuses_other_problems_and_records_changes(running: Running) -> None:
+def test_resumed_run_refuses_new_problems_and_logs_changes(running: Running) -> None:
     fixed: dict[str, Any] = {"save_interval": 1, "batch_size": 4, "group_size": 4}
     with running() as run:
         run.train(Rows(NAMES), training_steps=2, **fixed)

@@ -43,7 +43,7 @@ def groups(text: str = "5") -> list[Group]:
 
 @dataclass
 class FakeTracker:
-    """Keeps what it logs, and fails from the `fails_at`-th log on."""
+    """A tracker that records its logs, and fails from the `fails_at`-th log on."""
 
     fails_at: int = 99
     logged: list[tuple[int, Mapping[str, float], str | None]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class FakeTracker:
 
 
 class FakeWriter:
-    """The part of `torch.utils.tensorboard.SummaryWriter` that we use."""
+    """The part of `torch.utils.tensorboard.SummaryWriter` that Bridge uses."""
 
     made: list["FakeWriter"]
 
@@ -81,7 +81,7 @@ class FakeWriter:
 
 
 class FakeWandb(ModuleType):
-    """The part of `wandb` that we use."""
+    """The part of `wandb` that Bridge uses."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("wandb")
@@ -108,7 +108,7 @@ class FakeWandb(ModuleType):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that pretends that only these packages are installed."""
+    """Return a function that makes only these packages appear installed."""
 
     def install(*packages: str, wandb: FakeWandb | None = None) -> FakeWandb:
         fake = wandb or FakeWandb()
@@ -133,7 +133,7 @@ def trackers(config: TrainConfig, run: RunDirectory, *, first_step: int = 1) -> 
     return reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step)
 
 
-def test_every_number_of_a_step_has_a_curve_of_its_own() -> None:
+def test_every_number_of_a_step_has_its_own_curve() -> None:
     curves = [METRICS[name].curve for name in RECORDED if name in METRICS]
     assert len(set(curves)) == len(curves)
     assert [name for name in RECORDED if name in METRICS and not METRICS[name].curve] == ["lag_shares"]
@@ -167,7 +167,7 @@ def test_a_failing_tracker_is_reported_once_and_dropped(caplog: pytest.LogCaptur
     assert (bad.closed, good.closed) == ([], [False])
 
 
-def test_the_first_scored_completion_is_shown_if_texts_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_first_scored_completion_is_shown_if_texts_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     shown, silent = FakeTracker(), FakeTracker()
     Trackers(lambda: {"t": shown}, shows_texts=True).step(metrics(1), groups("a \ud83d half"))
     Trackers(lambda: {"t": silent}, shows_texts=False).step(metrics(1), groups())
@@ -177,7 +177,7 @@ def test_the_first_scored_completion_is_shown_if_texts_are_kept(caplog: pytest.L
     assert silent.logged[0][2] is None
 
 
-def test_an_error_closes_the_trackers_as_failed() -> None:
+def test_error_closes_the_trackers_as_failed() -> None:
     tracker = FakeTracker()
     tracked = Trackers(lambda: {"t": tracker}, shows_texts=True)
     with pytest.raises(KeyboardInterrupt), tracked:  # noqa: PT012
@@ -195,7 +195,7 @@ def test_installed_tensorboard_is_used_by_default(tmp_path: Path, installed: Any
             assert len(FakeWriter.made) == is_used
 
 
-def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path, installed: Any) -> None:
+def test_run_that_does_not_begin_opens_no_tracker(tmp_path: Path, installed: Any) -> None:
     fake = installed("tensorboard", "wandb")
     with trackers(config(wandb=True), RunDirectory(tmp_path)):
         pass
@@ -209,7 +209,7 @@ def test_only_rank_0_draws_curves(tmp_path: Path, installed: Any) -> None:
     assert (FakeWriter.made, fake.options, list(tmp_path.iterdir())) == ([], [], [])
 
 
-def test_tensorboard_gets_every_curve_from_the_resumed_step_on(tmp_path: Path, installed: Any) -> None:
+def test_tensorboard_curves_continue_at_the_resumed_step(tmp_path: Path, installed: Any) -> None:
     installed("tensorboard")
     with trackers(config(), RunDirectory(tmp_path), first_step=3) as tracked:
         tracked.step(metrics(3), groups("# not *markdown*"))
@@ -233,7 +233,7 @@ def test_a_requested_package_that_is_missing_is_refused(package: str, installed:
     assert refused.value.hint == f"pip install {package}, or leave --{package} out"
 
 
-def test_folder_of_the_same_name_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_named_like_a_package_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bridge_tracker_of_nobody").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not reporting.is_installed("bridge_tracker_of_nobody")
@@ -256,7 +256,9 @@ def test_wandb_resumes_the_run_of_the_directory(tmp_path: Path, installed: Any) 
     assert fake.finished == [0, 0]
 
 
-def test_wandbs_own_variables_have_precedence(tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_environment_variables_take_precedence(
+    tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = installed("wandb")
     own = {"WANDB_PROJECT": "p", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_RUN_ID": "i"}
     for name, value in own.items():

@@ -1,4 +1,4 @@
-"""The trainer against a fake server: its steps, and what each way of ending leaves behind."""
+"""The trainer with a fake server: its steps, and what it leaves behind however it ends."""
 
 import errno
 import json
@@ -78,7 +78,7 @@ def test_steps_and_evaluations_request_their_own_prompts(
     seeds = [request["seed"] for request in requests[:-1]]
     assert len(set(seeds)) == len(seeds)
     prompts = [tuple(request["prompt"]) for request in requests[1:-1]]
-    assert len(set(prompts)) == 6  # one whole epoch
+    assert len(set(prompts)) == 6  # one full epoch
 
 
 def test_a_default_completion_length_fits_the_server(running: Running) -> None:
@@ -97,7 +97,7 @@ def test_completions_without_room_for_a_prompt_are_refused(running: Running) -> 
         assert "open" not in run.mode.calls
 
 
-def test_every_interval_is_saved_and_the_last_step_once(running: Running) -> None:
+def test_checkpoints_follow_the_interval_and_the_last_step(running: Running) -> None:
     with running() as run:
         run.train(save_interval=1)
         assert run.saved() == {f"step_{step}": {"step": step, "weight_version": 3 + step} for step in (1, 2, 3)}
@@ -114,7 +114,7 @@ def test_a_run_ends_with_the_first_step_that_reaches_its_goal(running: Running) 
 def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) -> None:
     choices: dict[str, Any] = {"training_steps": 6, "eval_samples": 2, "eval_interval": 2}
     with running() as run:
-        summary = run.train(**choices, stop_at="eval_truncated_share <= 0")  # so does the one before training
+        summary = run.train(**choices, stop_at="eval_truncated_share <= 0")  # the one before training reaches it, too
         evaluations = (run.folder / "run" / "evaluations.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in evaluations] == [0, 2]
         assert (summary.steps, summary.reward_after) == (2, json.loads(evaluations[-1])["reward_mean"])
@@ -123,8 +123,8 @@ def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) 
         TrainConfig.of(model_name="m", stop_at="eval_kl>=1", eval_samples=2)
 
 
-def test_a_reward_of_other_weights_is_not_recorded(running: Running) -> None:
-    """As a stock server has them that was restarted while it was evaluated: it reports no version with its tokens."""
+def test_reward_of_different_weights_is_not_recorded(running: Running) -> None:
+    """For example a stock server that was restarted during the evaluation: its tokens carry no version."""
 
     def restarted(version: int) -> None:
         if version == 5:
@@ -160,7 +160,7 @@ def test_equal_rewards_skip_the_update(running: Running) -> None:
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Make the gradient of these steps non-finite; each has one micro-batch."""
+    """Make the gradients of these steps non-finite; each step has one micro-batch."""
     original, calls = policy_loss.policy_loss, 0
 
     def bent(*arguments: Any) -> tuple[Tensor, Sums]:
@@ -173,7 +173,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("choices", [{}, {"gradient_release": True}, {"offload_optimizer": True}])
-def test_a_gradient_that_is_not_finite_skips_its_step(
+def test_step_with_a_nonfinite_gradient_is_skipped(
     running: Running, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     poisoned(monkeypatch, 2, 3, 5, 6)
@@ -198,7 +198,9 @@ def test_a_gradient_that_is_not_finite_skips_its_step(
         run.check_saved("step_7")
 
 
-def test_skipped_steps_in_a_row_end_a_run_with_a_checkpoint(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_skipped_steps_end_a_run_with_a_checkpoint(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poisoned(monkeypatch, 3, 4, 5)
     with running() as run:
         error = run.stopped(UsageError, training_steps=9)
@@ -218,7 +220,7 @@ def test_an_interrupt_while_sampling_saves_the_last_step(running: Running) -> No
     def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
         if (
             request.body["seed"] // 1_000_003 == 3 and not sent
-        ):  # the third step; a second one would also stop the saving
+        ):  # in the third step; a second interrupt would also stop the saving
             sent.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return document
@@ -240,7 +242,7 @@ def test_an_interrupt_in_the_fence_acts_after_the_step(running: Running) -> None
         run.check_saved("step_2")
 
 
-def test_a_server_that_goes_in_mid_run_costs_no_published_step(running: Running) -> None:
+def test_lost_server_costs_no_published_step(running: Running) -> None:
     def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any] | None:
         return None if request.body["seed"] // 1_000_003 >= 3 else document
 
@@ -272,7 +274,7 @@ def test_weights_written_but_not_published_are_saved(running: Running) -> None:
 
 
 @pytest.mark.parametrize("error", [UsageError("torn", hint=""), ZeroDivisionError(), KeyboardInterrupt()])
-def test_an_error_during_the_write_saves_no_torn_weights(
+def test_error_during_the_write_saves_no_torn_weights(
     running: Running, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     with running() as run:
@@ -292,7 +294,7 @@ def test_an_error_during_the_write_saves_no_torn_weights(
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError, OSError])
-def test_a_mistake_of_ours_costs_no_published_step(
+def test_internal_error_costs_no_published_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     with running() as run:
@@ -310,9 +312,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
 
-def test_lack_of_room_for_a_checkpoint_is_logged_at_the_start(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lack_of_disk_space_is_logged_at_the_start(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as run:
         run.train()
         checkpoint_bytes = sum(path.stat().st_size for path in (run.folder / "saved" / "step_3").rglob("*.safetensors"))
@@ -330,7 +330,7 @@ def test_lack_of_room_for_a_checkpoint_is_logged_at_the_start(
 def test_a_disk_too_full_for_a_checkpoint_keeps_the_weights(
     running: Running, monkeypatch: pytest.MonkeyPatch, full_for: str
 ) -> None:
-    """The server, and with it the weights, may end with the run."""
+    """The server, and its memory with the weights, may end with the run."""
     fsync = atomic_folder._fsync
 
     def full(path: Path) -> None:
@@ -385,7 +385,7 @@ def test_checkpointed_activations_give_the_same_step(running: Running) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_the_last_checkpoints_are_kept_for_repairs(running: Running) -> None:
+def test_newest_checkpoints_are_kept_for_repairs(running: Running) -> None:
     with running() as run:
         run.train(save_interval=1, keep_last=2, training_steps=4)
         assert list(run.saved()) == ["step_3", "step_4"]
@@ -397,7 +397,7 @@ SLEEPS = ["sleep", "prepare", "publish"]
 
 
 def outcome(run: Run) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return the metrics without times and memory, and the weights."""
+    """Return a run's metrics, without times and memory, and its weights."""
     times = {"rollout_s", "train_s", "fence_prepare_s", "peak_memory_gib"}
     return [{key: value for key, value in row.items() if key not in times} for row in run.metrics], run.weights()
 
@@ -409,7 +409,7 @@ def check_same_outcome(run: Run, other: Run) -> None:
 
 
 @pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
-def test_sleep_and_pause_change_where_passes_are_computed_only(running: Running, choices: dict[str, Any]) -> None:
+def test_sleep_and_pause_do_not_change_results(running: Running, choices: dict[str, Any]) -> None:
     with running(folder="awake", can_sleep=True) as awake:
         awake.train(kv_sleep="never", **choices)
         assert awake.mode.calls == ["open", *["publish"] * STEPS, "catch up", "close"]
@@ -448,16 +448,16 @@ def test_the_first_batch_decides_whether_the_cache_sleeps(
 
 
 @pytest.mark.parametrize("choices", [{"kv_sleep": "never"}, {"can_sleep": False}])
-def test_a_cache_that_cannot_sleep_is_not_measured(
+def test_cache_that_cannot_sleep_is_not_measured(
     running: Running, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Learner, "wants_sleep", lambda _: pytest.fail("asked"))
+    monkeypatch.setattr(Learner, "wants_sleep", lambda _: pytest.fail("memory was measured"))
     with running(can_sleep=choices.pop("can_sleep", True)) as run:
         run.train(**choices)
         assert "sleep" not in run.mode.calls
 
 
-def test_a_first_batch_that_teaches_nothing_decides_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_batch_without_signal_does_not_decide_on_sleep(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Budget, "is_short", lambda *_: True)
     scored: list[str] = []
 
@@ -470,7 +470,7 @@ def test_a_first_batch_that_teaches_nothing_decides_nothing(running: Running, mo
         assert run.mode.calls == ["open", "publish", *SLEEPS * 2, "catch up", "close"]
 
 
-def test_an_impossible_sleep_is_refused_and_leaves_no_trace(running: Running) -> None:
+def test_impossible_kv_sleep_is_refused_without_a_trace(running: Running) -> None:
     with running() as run:
         before = run.weights()
         error = run.stopped(UsageError, kv_sleep="always")
@@ -506,7 +506,7 @@ def test_an_interrupt_during_a_pass_costs_no_published_step(
         assert all(parameter.grad is None for parameter in run.mode.model.parameters())
 
 
-def test_a_mismatch_alarm_is_logged_each_time_it_begins(running: Running) -> None:
+def test_mismatch_alarm_is_logged_each_time_it_starts(running: Running) -> None:
     def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
         if request.body["seed"] // 1_000_003 in {2, 3, 5}:
             for choice in document["choices"]:
@@ -588,13 +588,13 @@ def test_a_run_without_signal_logs_the_likely_cause_once(
 
 
 class Solved(Letters):
-    """Every other problem is always solved, and has nothing to teach."""
+    """A task in which every second problem is always solved, so that there is nothing to learn from it."""
 
     def score(self, problem: Problem, completion: str) -> float:
         return 9.0 if int(str(problem["prompt"]).rpartition(" ")[2]) % 2 else super().score(problem, completion)
 
 
-def test_metrics_of_rollouts_include_replaced_groups(running: Running) -> None:
+def test_rollout_metrics_include_replaced_groups(running: Running) -> None:
     with running() as run:
         run.train(Solved(), skip_without_signal=True, eval_samples=0)
         rows = [json.loads(line) for line in (run.folder / "run" / "rollouts.jsonl").read_text().splitlines()]
@@ -620,7 +620,7 @@ def test_advice_for_an_alarm_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_a_step_without_any_reward_names_that_as_the_cause() -> None:
+def test_step_without_rewards_names_that_as_the_cause() -> None:
     metrics = report_runs.metrics(
         3, 5, no_signal_share=1.0, reward_mean=math.nan, reward_std=math.nan, unscored=4, truncated_share=1.0
     )
@@ -640,7 +640,7 @@ def test_completions_of_unknown_version_have_no_staleness(running: Running, vers
     ("versions", "expected"),
     [([(5, 5), (4, 5)], 2), ([(6, 6)], 0), ([(4, None), (None, None)], 2), ([(None,), ()], math.nan), ([], math.nan)],
 )
-def test_staleness_is_the_oldest_known_tokens(versions: list[tuple[int | None, ...]], expected: float) -> None:
+def test_staleness_is_that_of_the_oldest_known_token(versions: list[tuple[int | None, ...]], expected: float) -> None:
     completions = [
         Completion(
             token_ids=(7,) * len(of_completion),
@@ -664,7 +664,7 @@ def test_intervals_without_evaluations_are_refused() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 3])
-def test_a_new_run_on_a_server_that_was_trained_before_says_so(running: Running, version: int) -> None:
+def test_new_run_on_an_already_trained_server_is_logged(running: Running, version: int) -> None:
     with running() as run:
         run.mode.version = version
         run.train(training_steps=1)

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed, and one whose server dies, compared with the same run undisturbed."""
+"""A run that is killed and resumed, and one whose server dies, compared with an undisturbed run."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 TIMES = {"rollout_s", "train_s", "peak_memory_gib"}
 VERSIONS = "weight_version", "staleness", "staleness_mean", "lag_shares"
-"""Fields that differ on another server."""
+"""Metrics that differ after a server restart."""
 
 
 def comparable(rows: list[dict[str, Any]], *left_out: str) -> list[dict[str, Any]]:
@@ -37,12 +37,12 @@ def comparable(rows: list[dict[str, Any]], *left_out: str) -> list[dict[str, Any
 
 
 def seed(request: dict[str, Any]) -> int:
-    """Sort concurrent requests by seed, which grows with the step."""
+    """Return the sort key of concurrent requests: the seed, which grows with the step."""
     return int(request["seed"])
 
 
 def kill(run: Run, step: int) -> None:
-    """Kill the trainer once `step` was reported."""
+    """Kill the trainer once `step` has been reported."""
 
     def die(metrics: StepMetrics) -> None:
         if metrics.step == step:
@@ -54,7 +54,7 @@ def kill(run: Run, step: int) -> None:
 
 @pytest.mark.parametrize("killed_at", [3, 5])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_killed_run_resumes_as_if_it_had_not_been(running: Running, dropout: float, killed_at: int) -> None:
+def test_killed_run_resumes_as_if_uninterrupted(running: Running, dropout: float, killed_at: int) -> None:
     choices: dict[str, Any] = {"training_steps": 6, "save_interval": 2, "weight_decay": 0.01}
     with running(folder="straight", dropout=dropout) as straight:
         torch.manual_seed(1)
@@ -94,7 +94,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(running: Running, dropout: f
         {"offload_optimizer": True, "gradient_release": True, "micro_batch_tokens": 12},
     ],
 )
-def test_every_optimizer_resumes_as_if_not_killed(running: Running, choices: dict[str, Any]) -> None:
+def test_every_optimizer_resumes_as_if_uninterrupted(running: Running, choices: dict[str, Any]) -> None:
     choices |= {"training_steps": 4, "save_interval": 2, "max_grad_norm": 0.1}
     with running(folder="straight") as straight:
         straight.train(**choices)
@@ -110,7 +110,7 @@ def test_every_optimizer_resumes_as_if_not_killed(running: Running, choices: dic
             assert torch.equal(tensor, weights[name]), name
 
 
-def test_endless_problems_resume_with_the_next_one(running: Running) -> None:
+def test_endless_problems_resume_with_the_next_problem(running: Running) -> None:
     choices: dict[str, Any] = {"training_steps": 4, "save_interval": 2}
     with running(folder="straight") as straight:
         straight.train(Endless(), **choices)
@@ -159,7 +159,7 @@ def test_a_run_without_steps_or_state_left_is_refused(running: Running) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_server_lost_while_sampling_gets_the_newest_weights(running: Running, step: int) -> None:
+def test_server_restarted_while_sampling_gets_newest_weights(running: Running, step: int) -> None:
     with running(folder="straight") as straight:
         straight.train()
     engine = FakeEngine()
@@ -183,9 +183,7 @@ def test_a_server_lost_while_sampling_gets_the_newest_weights(running: Running, 
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_the_stream_learns_each_version_before_sampling(
-    running: Running, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_stream_gets_each_version_before_sampling(running: Running, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     heard: list[str | int] = []
     served, take = EnvironmentStream.served, EnvironmentStream.take
 
@@ -208,7 +206,7 @@ def test_the_stream_learns_each_version_before_sampling(
     assert heard == died[step]
 
 
-def test_an_update_written_before_a_loss_is_not_repeated(running: Running) -> None:
+def test_update_written_before_a_server_loss_is_not_repeated(running: Running) -> None:
     with running(folder="straight") as straight:
         straight.train()
     engine, dying = FakeEngine(), [4]
@@ -227,7 +225,7 @@ def test_an_update_written_before_a_loss_is_not_repeated(running: Running) -> No
             assert torch.equal(run.weights()[name], tensor), name
 
 
-def test_an_interrupt_in_the_fence_of_a_server_that_dies_ends_the_run(running: Running) -> None:
+def test_interrupt_while_the_server_dies_ends_the_run(running: Running) -> None:
     def pressed(version: int) -> None:
         if version == 4:
             os.kill(os.getpid(), signal.SIGINT)
@@ -235,7 +233,7 @@ def test_an_interrupt_in_the_fence_of_a_server_that_dies_ends_the_run(running: R
 
     class Engine(FakeEngine):
         def restart(self, model: str | Path) -> None:
-            with acting_interrupt():  # as the real one
+            with acting_interrupt():  # as the real server process does
                 super().restart(model)
 
     engine = Engine()
@@ -249,9 +247,7 @@ def test_an_interrupt_in_the_fence_of_a_server_that_dies_ends_the_run(running: R
 
 @pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
 @pytest.mark.parametrize("moment", ["before_pause", "before_publish"])
-def test_a_server_lost_in_its_sleep_costs_only_gradients(
-    running: Running, moment: str, choices: dict[str, Any]
-) -> None:
+def test_sleeping_server_lost_costs_only_gradients(running: Running, moment: str, choices: dict[str, Any]) -> None:
     choices |= {"kv_sleep": "always"}
     with running(folder="straight", can_sleep=True) as straight:
         straight.train(**choices)
@@ -276,7 +272,7 @@ def test_a_server_lost_in_its_sleep_costs_only_gradients(
         assert comparable(run.metrics, *left_out) == comparable(straight.metrics, *left_out)
 
 
-def test_gradients_outlive_a_server_whose_cache_is_awake(running: Running) -> None:
+def test_gradients_survive_a_lost_server_whose_cache_is_awake(running: Running) -> None:
     engine, dying = FakeEngine(), [4]
 
     def die(version: int) -> None:
@@ -290,7 +286,7 @@ def test_gradients_outlive_a_server_whose_cache_is_awake(running: Running) -> No
         assert run.mode.gradients_at_revival == [num_parameters]
 
 
-def test_a_server_that_dies_repeatedly_is_given_up(running: Running) -> None:
+def test_server_that_dies_repeatedly_ends_the_run(running: Running) -> None:
     engine = FakeEngine()
     with running(engine.bend(lambda step: step == 3)) as run:
         run.stopped(ServerUnreachableError, engine=engine)
@@ -309,9 +305,7 @@ def test_a_failed_restart_costs_no_published_step(running: Running) -> None:
         assert len(run.notes) == 1
 
 
-def test_weights_that_are_half_written_are_given_to_no_server(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_written_weights_are_not_given_to_a_server(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def torn(*_: Any, **__: Any) -> None:
         raise ServerUnreachableError("torn", hint="")
 
@@ -335,7 +329,7 @@ def test_a_resumed_run_keeps_its_baseline(running: Running) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_an_evaluation_that_was_cut_off_is_made_up_for(running: Running, is_killed: bool) -> None:
+def test_interrupted_evaluation_is_repeated_on_resume(running: Running, is_killed: bool) -> None:
     def evaluated(version: int) -> None:
         if is_killed and version == 3 + 2:
             raise Killed
