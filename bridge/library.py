@@ -1,4 +1,4 @@
-"""Train a served model with a loop of your own: `import bridge` has these names, and those of `engine/policy.py`."""
+"""Train a served model with your own loop: `import bridge` has these names, and those of `engine/policy.py`."""
 
 import logging
 import os
@@ -71,21 +71,21 @@ def attach(
 ) -> Policy:
     """Attach to the live server whose manifest is at `path`; None: the only server that is found.
 
-    One process at a time may update a server. With `reads_only` this one never does: such a policy is a teacher or a
-    reference, or looks at a server that another process trains. The sections are what the flags of `bridge train` set:
-    with `lora`, Bridge's or PEFT's `LoraConfig`, an adapter is trained beside the frozen base, else all weights;
-    `optimizer` is that of `optim_step`, and `loss` the default of `forward_backward`. `seed` is that of an adapter and
-    of stochastic rounding. Progress is logged to loggers below `bridge`. `run_dir` is the folder of `Policy.log`,
-    `save` and `resume`; by default a new one under `runs/`, named by the time and the program, if one of them needs it.
+    One process at a time may update a server. With `reads_only` this process never does: such a policy is a teacher or
+    a reference, or observes a server that another process trains. The sections set what the flags of `bridge train`
+    set: with `lora`, Bridge's or PEFT's `LoraConfig`, an adapter is trained on the frozen base, otherwise all weights;
+    `optimizer` is used by `optim_step`, and `loss` is the default of `forward_backward`. `seed` initializes an adapter
+    and stochastic rounding. Progress is logged to loggers below `bridge`. `run_dir` is the folder of `Policy.log`,
+    `save` and `resume`; by default they create a folder under `runs/`, named after the time and the program.
 
-    In a program that torchrun has started, each process attaches, to the server of its replica: all ranks of one
-    server's tensor parallelism have the same `path`.
+    In a program that torchrun has started, each process attaches to the server of its replica: all tensor-parallel
+    ranks of one server pass the same `path`.
 
     Raises:
         ManifestError: there is no such server on this host.
         AttachError: another trainer updates it, or its weights are half-written.
         UnsupportedModelError: the model cannot be trained in place.
-        UsageError: these choices do not fit together, or another number of processes was started.
+        UsageError: these choices do not fit together, or the wrong number of processes was started.
         ServerUnreachableError: the server does not answer.
     """
     folder = None if run_dir is None else path_of("bridge.attach: run_dir", run_dir)
@@ -94,7 +94,7 @@ def attach(
     except ManifestError as error:
         if path is not None:
             raise
-        # flags of the command line choose a server in the hint
+        # the hint chooses a server with command-line flags
         hint = re.sub(r"--vllm-config-path (\S+)", r'bridge.attach("\1")', error.hint)
         hint = hint.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
         raise ManifestError(error.message, hint=hint) from error
@@ -154,7 +154,7 @@ def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed
 
 
 def _join(exported: Manifest, held: ExitStack) -> Ranks:
-    """Join the processes that torchrun has started, if it has; `held` leaves them."""
+    """Join the processes that torchrun has started, if any; closing `held` leaves them."""
     if torchrun.world_size() == 1:
         return ALONE
     shard = exported.shards[torchrun.rank() % exported.tp_degree]
@@ -182,14 +182,14 @@ def serve(
 ) -> Iterator[Policy]:
     """Start a server, attach to it, and stop it at the end of the block.
 
-    `choices` are what the flags of `bridge serve-vllm` set, such as `max_model_len=2048`; with `lora` the server takes
-    adapters of its rank. `vllm_flags` are vLLM's own, such as `"--enforce-eager"`; the others are those of `attach`.
-    The server ends with this process, however that ends. Its log is kept after an error.
+    `choices` set what the flags of `bridge serve-vllm` set, such as `max_model_len=2048`; with `lora` the server takes
+    adapters of its rank. `vllm_flags` are vLLM's own, such as `"--enforce-eager"`; the other arguments are those of
+    `attach`. The server ends with this process, however the process ends. Its log is kept after an error.
 
     Raises:
         UsageError: a choice is unknown or cannot be used, or there is no such model.
-        ServerUnreachableError: vLLM does not start; the message has the reason, the hint its log.
-        BridgeError: what `bridge.attach` raises.
+        ServerUnreachableError: vLLM does not start; the message has the reason, the hint the path of its log.
+        BridgeError: `bridge.attach` failed.
     """
     folder, pid = Path(tempfile.mkdtemp(prefix="bridge-serve-")), os.getpid()
     given = {"model": str(model), "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
@@ -209,7 +209,7 @@ def serve(
         ) as policy,
     ):  # fmt: skip
         yield policy
-    if os.getpid() == pid:  # else it was forked inside the block
+    if os.getpid() == pid:  # otherwise this process was forked inside the block
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -236,10 +236,10 @@ def samples(
 def policy_loss(
     logprobs_N: Tensor, batch: MicroBatch, loss: LossConfig | None = None, *, old_logprobs_N: Tensor | None = None
 ) -> Tensor:
-    """Return a micro-batch's part of an update's loss as `bridge train` computes it; by default DAPO's.
+    """Return a micro-batch's share of an update's loss, as `bridge train` computes it; by default DAPO's.
 
-    `old_logprobs_N` are this process's from before the first update of the batch; None: this is the first update, and
-    the two are equal. The parts of all micro-batches add up.
+    `old_logprobs_N` are the log-probabilities that this process computed before the first update of the batch; None:
+    this is the first update, and they equal `logprobs_N`. The shares of all micro-batches add up.
 
     Shapes: [N] float32, [N] float32 -> [].
     """
@@ -248,8 +248,8 @@ def policy_loss(
         raise UsageError(
             f"kl_coef is {spec.kl_coef:g} and top_entropy {spec.top_entropy:g}: this loss has no reference, and one"
             " micro-batch does not know the entropies of the others",
-            hint="add the divergence from a reference of your own, bridge.attach(..., reads_only=True), or multiply"
-            " batch.advantages_N by a mask of your own",
+            hint="add the divergence from your own reference, bridge.attach(..., reads_only=True), or multiply"
+            " batch.advantages_N by your own mask",
         )
     old_logprobs_N = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
     return losses.policy_loss(logprobs_N, old_logprobs_N, batch, spec)[0]

@@ -4,7 +4,7 @@
         trainer = GRPOTrainer(**bridge.for_trl(policy, args), args=args, reward_funcs=..., train_dataset=...)
 
 TRL keeps its loss, rewards, schedules, callbacks and logs. The model's parameters are vLLM's; completions come from
-that server; and the weights change inside the fence alone, in a step of the optimizer or when a checkpoint is loaded.
+that server; and the weights change only inside the fence, in a step of the optimizer or when a checkpoint is loaded.
 
 Not covered, and refused by name: several processes, images.
 """
@@ -45,25 +45,25 @@ def for_trl(
 
     `args` is the trainer's `GRPOConfig`. Its learning rate, weight decay, betas and epsilon go to Bridge's AdamW, which
     loses no update to bf16, and `max_completion_length`, `temperature`, `top_p`, `top_k` and `min_p` to the server. The
-    loss is TRL's, over the whole vocabulary, whatever was sampled with.
+    loss is TRL's, over the whole vocabulary, whatever filters the server samples with.
 
-    `callbacks`, `optimizers` and `processing_class` of your own belong here and not into the call of `GRPOTrainer`,
-    where Python reports "got multiple values for keyword argument": they are returned with Bridge's. `optimizers` is a
-    pair as `GRPOTrainer` takes it: None as the optimizer is Bridge's AdamW, None as the scheduler is that of `args`.
-    An optimizer of your own has the parameters of `policy.parameters()`. A `peft_config` is that with which the policy
-    was attached (`bridge.attach(lora=peft_config)`): its adapter is trained, in the server's slot, and no other one.
+    Pass your own `callbacks`, `optimizers` and `processing_class` here, not to `GRPOTrainer`, where Python would report
+    "got multiple values for keyword argument": they are returned together with Bridge's. `optimizers` is a pair as in
+    `GRPOTrainer`: None as the optimizer means Bridge's AdamW, None as the scheduler means that of `args`. Your own
+    optimizer must have the parameters of `policy.parameters()`. A `peft_config` must be the one with which the policy
+    was attached (`bridge.attach(lora=peft_config)`): only its adapter is trained, in the server's slot.
 
     Raises:
-        UsageError: `args` has a setting that has no effect here, several processes or GPUs, or another device; or
-            `processing_class` has other tokens than the server's model.
-        IncompatibleVersionError: another version of TRL is installed, or none.
+        UsageError: `args` has a setting that has no effect here, several processes or GPUs, or a different device; or
+            `processing_class` has different tokens than the server's model.
+        IncompatibleVersionError: TRL is not installed, or in an unsupported version.
     """
     check_version()
     optimizer, scheduler = optimizers
     refuse_settings(policy, args, own_optimizer=optimizer is not None)
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UsageError(
-            "the scheduler was made for another optimizer, and would have no effect",
+            "the scheduler was made for a different optimizer, and would have no effect",
             hint="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
     refuse_other_adapter(policy, peft_config)
@@ -75,12 +75,12 @@ def for_trl(
         "processing_class": tokenizer,
         "rollout_func": _Rollouts(policy, args),
         "optimizers": (optimizer or _adamw(policy, args), scheduler),
-        "callbacks": [*callbacks, Fence(policy, args)],  # the last: the others still see the gradients
+        "callbacks": [*callbacks, Fence(policy, args)],  # last, so that the others still see the gradients
     }
 
 
 class Fence(TrainerCallback):  # type: ignore[misc]
-    """Lets the trainer change the weights inside the fence alone: by an optimizer's step or by a checkpoint."""
+    """Lets the trainer change the weights only inside the fence: in an optimizer step, or by loading a checkpoint."""
 
     def __init__(self, policy: Policy, args: Any) -> None:
         self._policy = policy
@@ -88,32 +88,32 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         self._addresses = {parameter.data_ptr() for parameter in policy.model.parameters()}
         self._load = type(policy.model).load_state_dict
         self._pending: dict[str, Tensor] = {}
-        """Weights of a checkpoint in several files, until the last one is read."""
+        """Weights of a checkpoint in several files, until the last file is read."""
         self._skipped = 0
-        """Steps in a row whose gradient was not finite."""
+        """Consecutive steps whose gradient was not finite."""
         policy.model.load_state_dict = self._load_inside
         if (adapter := policy.opened.adapter) is not None:
             adapter.peft_model.save_pretrained = self._save_adapter
             adapter.peft_model.load_adapter = self._load_adapter
 
     def on_init_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
-        """Refuse a trainer that was made with other settings or another model than `for_trl` got.
+        """Refuse a trainer that was made with different settings or a different model than `for_trl`.
 
         Raises:
-            UsageError: it was.
+            UsageError: its settings or its model differ.
         """
         if args is not self._args:
             raise UsageError(
-                "GRPOTrainer has other args than bridge.for_trl",
+                "GRPOTrainer has different args than bridge.for_trl",
                 hint="GRPOTrainer(**for_trl(policy, args), args=args)",
             )
         self._refuse_moved(model)
         for module in self._policy.model.modules():
-            if isinstance(module, LoraLayer):  # a reference adapter, a copy of one whose B holds the scaling already
+            if isinstance(module, LoraLayer):  # a reference adapter: its B is a copy that already contains the scaling
                 module.scaling.update(dict.fromkeys(module.scaling, 1.0))
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        """Refuse what would train something else than the server's weights.
+        """Refuse a trainer that would train weights other than the server's.
 
         Raises:
             UsageError: a checkpoint lacks weights, or the trainer has parameters that are not the server's.
@@ -122,17 +122,17 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         self._refuse_moved(model)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Refuse a best checkpoint that lacks weights; UsageError."""
+        """Raise UsageError if the best checkpoint lacks weights."""
         self._refuse_partial()
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Take the step here: the trainer's own call of `step`, right after this, then finds no gradients.
+        """Take the step here, so that the trainer's own call of `step`, right after this, finds no gradients.
 
-        One call and not two, before and after the trainer's: an error in the middle cannot leave the fence open. A step
-        whose gradient is not finite is skipped, as by `bridge run`: one batch does not end training.
+        With one call, instead of two before and after the trainer's, an error in between cannot leave the fence open. A
+        step whose gradient is not finite is skipped, as in `bridge run`, so that one batch does not end training.
 
         Raises:
-            GradientError: too many in a row are not finite.
+            GradientError: too many consecutive gradients are not finite.
         """
         try:
             self._policy.update(getattr(optimizer, "optimizer", optimizer))
@@ -140,21 +140,21 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             self._skipped += 1
             if self._skipped >= SKIPS_IN_A_ROW:
                 raise GradientError(
-                    f"the gradients of {self._skipped} steps in a row were not finite; no weight was changed in them",
+                    f"the gradients of {self._skipped} consecutive steps were not finite; they changed no weight",
                     hint="lower learning_rate, and train(resume_from_checkpoint=...)",
                 ) from error
             optimizer.zero_grad()
             logger.warning(
-                "a gradient was not finite, and its step was skipped: no weight was changed (%d in a row; training ends"
-                " after %d)", self._skipped, SKIPS_IN_A_ROW,
+                "a gradient was not finite, and its step was skipped: no weight was changed (%d consecutive; training"
+                " ends after %d)", self._skipped, SKIPS_IN_A_ROW,
             )  # fmt: skip
         else:
             self._skipped = 0
 
     def _load_inside(self, state_dict: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
-        """Stand in for the model's `load_state_dict`, by which the trainer resumes and loads its best checkpoint.
+        """Replace the model's `load_state_dict`, with which the trainer resumes and loads its best checkpoint.
 
-        A checkpoint in several files is loaded once all are read, since weights of two steps must not be served.
+        A checkpoint in several files is loaded once all are read, so that the server never mixes weights of two steps.
         """
         model = self._policy.model
         own = model.state_dict()
@@ -164,7 +164,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         if misfit:
             self._pending.clear()
             raise UsageError(
-                f"the checkpoint is of another model: {misfit} has shape {tuple(state_dict[misfit].shape)}, expected"
+                f"the checkpoint does not fit the model: {misfit} has shape {tuple(state_dict[misfit].shape)}, expected"
                 f" {tuple(own[misfit].shape)}",
                 hint="resume from a checkpoint of the served model",
             )
@@ -175,13 +175,13 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         return nn.modules.module._IncompatibleKeys([], [name for name in state_dict if name not in own])
 
     def _save_adapter(self, save_directory: str | Path, **_: Any) -> None:
-        """Stand in for `save_pretrained` of PEFT's model, whose B would be multiplied by the scaling twice."""
+        """Replace `save_pretrained` of the PEFT model, which would multiply B by the scaling a second time."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         self._policy.mode.save(folder)
 
     def _load_adapter(self, model_id: str | Path, *_: Any, **__: Any) -> Any:
-        """Stand in for `load_adapter` of PEFT's model, by which the trainer resumes and loads its best checkpoint."""
+        """Replace `load_adapter` of the PEFT model, with which the trainer resumes and loads its best checkpoint."""
         adapter = self._policy.opened.adapter
         assert adapter is not None, "this stands in for a method of an adapter's model"
         adapter.check(Path(model_id))  # before the server pauses
@@ -189,7 +189,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _missing(self) -> list[str]:
-        """Return the parameters that no file had so far, a tied one only if none of its names was found."""
+        """Return the parameters that no file has contained so far, a tied one only if none of its names was found."""
         names: dict[int, list[str]] = {}
         for name, parameter in self._policy.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -210,30 +210,30 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         if moved:
             raise UsageError(
                 f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",
-                hint="pass neither peft_config nor another model or device to GRPOTrainer; for an adapter:"
+                hint="pass neither peft_config nor a different model or device to GRPOTrainer; for an adapter:"
                 " bridge.attach(lora=peft_config)",
             )
 
 
 CALLS_OF_A_SEED = 2**24
-"""Between the first call of a seed of TRL's and that of the next: more than any run has."""
+"""Distance between the server's seeds for two consecutive seeds of TRL: more than any run has calls."""
 CALLS_OF_A_TURN = 2**20
-"""Between a call's seed and that of the next turn of the same call."""
+"""Distance between the seeds of two consecutive turns of a call."""
 CHAT = [{"role": "user", "content": ""}]
-"""Stands for the messages of a prompt that TRL renders itself: its completions end as those of messages do."""
+"""Placeholder for the messages of a prompt that TRL renders itself, so that completions end as in a chat."""
 
 
 class _Rollouts:
-    """TRL's `rollout_func`: samples from the policy's server, and so does TRL's loop that calls tools."""
+    """TRL's `rollout_func`: samples from the policy's server, also for TRL's loop that calls tools."""
 
     def __init__(self, policy: Policy, args: Any) -> None:
         self._policy = policy
         self._calls: count[int] | None = None
         self._turns = count(1)
-        """Of the completions of the last call: each turn after a tool's result has a seed of its own."""
+        """Numbers the turns after tool results in the last call, each of which has its own seed."""
         self._first_seed = args.seed * CALLS_OF_A_SEED
         self._seed = self._first_seed
-        """Of the last call."""
+        """Seed of the last call."""
         self._template = args.chat_template_kwargs or {}
         self._max_tokens = args.max_completion_length
         self._parameters = {"temperature": args.temperature, **filters_of(args)}
@@ -247,9 +247,9 @@ class _Rollouts:
             UsageError: a prompt has an image.
         """
         _refuse_media(prompts)
-        self._calls = self._calls or count(trainer.state.global_step)  # a resumed trainer samples what it would have
+        self._calls = self._calls or count(trainer.state.global_step)  # a resumed trainer continues the count
         self._seed, self._turns = self._first_seed + next(self._calls), count(1)
-        if trainer.tools:  # TRL renders them into the prompts, calls them, and samples what follows by this method
+        if trainer.tools:  # TRL renders them into the prompts, calls them, and samples the next turn with this
             prompts = [_rendered(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
             trainer._generate_single_turn = self._next_turn
         groups = self._sampled(prompts, self._seed, self._max_tokens)
@@ -263,9 +263,10 @@ class _Rollouts:
     def _next_turn(
         self, prompt_ids: Sequence[Sequence[int]], images: Any = None, *_: Any, **__: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Stand in for `_generate_single_turn` of TRL's trainer, which samples what follows the results of tools.
+        """Replace `_generate_single_turn` of TRL's trainer, which samples what follows tool results.
 
-        A sequence that the server's longest leaves less room is sampled alone, to its end: TRL would cut it there.
+        A sequence close to the server's longest is sampled separately, with the room that is left: TRL would cut it
+        there.
 
         Raises:
             UsageError: a tool returned an image.
@@ -288,7 +289,7 @@ class _Rollouts:
         return token_ids, logprobs
 
     def _sampled(self, prompts: Sequence[Any], seed: int, max_tokens: int) -> list[Group]:
-        """Return groups with one completion for each prompt, equal ones in a row in one group."""
+        """Return one completion for each prompt, with consecutive equal prompts in one group."""
         runs = [(prompt, len([*same])) for prompt, same in groupby(prompts)]
         if len({length for _, length in runs}) > 1:
             runs = [(prompt, 1) for prompt in prompts]
@@ -300,12 +301,12 @@ class _Rollouts:
 
 
 def _rendered(ids: Sequence[int]) -> Problem:
-    """Return a prompt of messages that are rendered as these token ids."""
+    """Return a chat prompt whose messages are already rendered as these token ids."""
     return {"prompt": CHAT, "prompt_token_ids": [*ids]}
 
 
 def _refuse_media(prompts: Sequence[Any]) -> None:
-    """Refuse images, without which the server would sample; no callback sees them.
+    """Refuse images, which the server would not get; no callback could refuse them.
 
     Raises:
         UsageError: a prompt has an image.
@@ -319,7 +320,7 @@ def _refuse_media(prompts: Sequence[Any]) -> None:
 
 def _image_error(what: str) -> UsageError:
     return UsageError(
-        f"{what}, and bridge.for_trl samples from text alone",
+        f"{what}, but bridge.for_trl samples from text only",
         hint="leave images and other media out of the data set and of what tools return",
     )
 
@@ -339,12 +340,12 @@ def _adamw(policy: Policy, args: Any) -> InPlaceOptimizer:
 
 
 def _use_server_eos_tokens(policy: Policy, vocabulary: Vocabulary) -> None:
-    """Set the model's EOS tokens to those that end completions: TRL takes any that end otherwise for truncated.
+    """Set the model's EOS tokens to those that end completions: TRL counts any other completion as truncated.
 
     Some models list the end-of-turn token only in `generation_config.json`, and base models only in the chat template.
     """
     own = policy.model.generation_config
-    with suppress(OSError):  # the model has none
+    with suppress(OSError):  # the model has no generation_config.json
         served = GenerationConfig.from_pretrained(policy.config.model_name)
         own.eos_token_id = own.eos_token_id if served.eos_token_id is None else served.eos_token_id
     if vocabulary.end_ids:

@@ -44,7 +44,7 @@ def test_a_large_family_keeps_its_peculiarities(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma", "Gemma 2", "Granite"])
-def test_a_large_family_is_sure_of_no_token(family: str, tmp_path: Path) -> None:
+def test_large_family_is_never_certain_of_a_token(family: str, tmp_path: Path) -> None:
     """Updates show in log-probabilities, and those of a model that repeats each token stay 0."""
     config = large(ALL[family]())
     folder = tiny.write(config, tmp_path, std=family_proof.GAIN / sqrt(config.hidden_size))

@@ -95,11 +95,11 @@ def test_every_name_has_one_place_and_a_docstring() -> None:
         bridge.nonsense  # noqa: B018
 
 
-def test_dir_names_the_interface_alone() -> None:
+def test_dir_lists_only_the_interface() -> None:
     assert {name for name in dir(bridge) if not name.startswith("__")} == set(bridge.__all__)
 
 
-def test_no_server_is_answered_in_the_librarys_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_error_uses_the_librarys_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOGDIR", raising=False)
     monkeypatch.setattr(manifest, "DEFAULT_FOLDER", tmp_path / "default")
@@ -119,18 +119,18 @@ def test_a_path_without_a_server_has_a_command_to_start_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("given", [{"path": 3}, {"run_dir": b"runs/x"}])
-def test_what_is_no_path_is_named(given: dict[str, Any]) -> None:
+def test_value_that_is_not_a_path_is_named(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"bridge.attach: {next(iter(given))} is .*, expected a path"):
         bridge.attach(**given)
 
 
-def test_importing_it_loads_no_torch() -> None:
+def test_import_loads_no_torch() -> None:
     program = "import json, sys, bridge; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not {"torch", "vllm", "transformers", "httpx", "pydantic"} & set(json.loads(done.stdout))
 
 
-def test_the_types_are_marked() -> None:
+def test_package_is_marked_as_typed() -> None:
     assert (Path(bridge.__file__).parent / "py.typed").is_file()
 
 
@@ -143,7 +143,7 @@ def test_the_types_are_marked() -> None:
         (np.array([[1.0, 2.0], [3.0, 4.0]]), ((1.0, 2.0), (3.0, 4.0))),
     ],
 )
-def test_a_groups_advantages_can_be_ones_own(given: Any, held: object) -> None:
+def test_group_may_have_its_own_advantages(given: Any, held: object) -> None:
     completion = Completion(token_ids=(1, 2), logprobs=(-1.0, -1.0), text="", finish_reason="stop")
     group = Group(problem={"prompt": ""}, prompt_token_ids=(1,), completions=(completion,) * 2, rewards=(0.0, 1.0))
     changed = group.with_advantages(given)
@@ -163,7 +163,7 @@ def test_help_says_what_a_record_holds(kind: type) -> None:
     assert all(f"{name}  " in text for name in required if name != "reward_parts"), text
 
 
-def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
+def test_loss_that_divides_by_a_length_requires_it() -> None:
     completion = Completion(token_ids=(1, 2), logprobs=(-1.0, -1.0), text="", finish_reason="stop")
     group = Group(problem={"prompt": ""}, prompt_token_ids=(1,), completions=(completion,) * 2, rewards=(0.0, 1.0))
     loss = bridge.LossConfig(name="dr_grpo")

@@ -60,7 +60,7 @@ def test_a_link_leads_into_the_site(hook: Any, name: str, text: str, expected: s
     assert hook.on_page_markdown(text, page=shown, config=None, files=None) == expected
 
 
-def test_the_readme_comes_first_and_each_file_that_a_page_links_to_is_a_page(hook: Any) -> None:
+def test_readme_comes_first_and_linked_files_become_pages(hook: Any) -> None:
     text = "[a](../bridge/errors.py) [b](../LICENSE) [c](../benchmarks) [d](looking.md)"
     files = hook.on_files(Files([SimpleNamespace(src_uri="training.md", content_string=text)]), config=None)
     pages = {file.src_uri: file.content_string for file in files}

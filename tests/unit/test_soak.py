@@ -38,14 +38,14 @@ class FakeGround:
         self.calls.append("start again")
 
 
-def test_a_seed_decides_every_fault_and_all_of_them_come() -> None:
+def test_seed_decides_the_faults_and_all_of_them_occur() -> None:
     first, repeated, other = (list(islice(soak.disturbances(seed), 3000)) for seed in (3, 3, 4))
     assert first == repeated != other
     fault_phases = {(disturbance.fault, disturbance.phase) for disturbance, _ in first}
     assert fault_phases == {(fault, phase) for fault, phases in FAULTS.items() for phase in phases}
 
 
-def test_each_fault_is_one_line_and_a_violation_is_counted_and_outlived() -> None:
+def test_each_fault_is_one_line_and_violations_are_counted() -> None:
     fake, lines = (
         FakeGround([Proof("whole", "version 3"), NotWholeError("3 of 14 differ"), Proof("torn", "r")]),
         list[str](),

@@ -180,7 +180,7 @@ def test_every_setting_of_trl_works_or_is_refused() -> None:
     assert {argument.arg for argument in init.args.args} - {"self"} == TRAINER_ARGUMENTS.keys()
 
 
-def test_plain_settings_are_accepted_and_training_begins(policy: bridge.Policy) -> None:
+def test_default_settings_are_accepted_and_training_begins(policy: bridge.Policy) -> None:
     args = choices()
     (fence,) = bridge.for_trl(policy, args)["callbacks"]
     fence.on_init_end(args, None, None, model=policy.model)
@@ -204,7 +204,7 @@ def test_all_settings_without_effect_are_refused_at_once(policy: bridge.Policy) 
     ("changed", "words"),
     [({"n_gpu": 2}, "2 GPUs"), ({"device": torch.device("cuda:0")}, "would use cuda:0, and .* weights are on cpu")],
 )
-def test_another_device_is_refused(policy: bridge.Policy, changed: dict[str, Any], words: str) -> None:
+def test_different_device_is_refused(policy: bridge.Policy, changed: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         bridge.for_trl(policy, choices(**changed))
 
@@ -221,7 +221,7 @@ def test_callbacks_optimizers_and_tokenizer_are_passed_on(policy: bridge.Policy)
     assert made["optimizers"] == (sgd, schedule)
     assert made["processing_class"] is tokenizer
     assert isinstance(bridge.for_trl(policy, choices())["optimizers"][0], InPlaceOptimizer)
-    with pytest.raises(UsageError, match="the scheduler was made for another optimizer"):
+    with pytest.raises(UsageError, match="the scheduler was made for a different optimizer"):
         bridge.for_trl(policy, choices(), optimizers=(None, schedule))
 
 
@@ -235,15 +235,15 @@ def test_weight_decay_and_epsilon_are_trls(policy: bridge.Policy) -> None:
     assert len(decaying["params"]) + len(norms) == len([*policy.parameters()])
 
 
-def test_a_tokenizer_with_other_ids_is_refused(policy: bridge.Policy, tmp_path: Path) -> None:
+def test_tokenizer_with_different_ids_is_refused(policy: bridge.Policy, tmp_path: Path) -> None:
     tiny.write_tokenizer(tmp_path / "other", 200)
-    with pytest.raises(UsageError, match="other ids than the server's model for 101 tokens"):
+    with pytest.raises(UsageError, match="different ids than the server's model for 101 tokens"):
         bridge.for_trl(policy, choices(), processing_class=AutoTokenizer.from_pretrained(tmp_path / "other"))
     with pytest.raises(UsageError, match="processing_class is a str, expected a tokenizer"):
         bridge.for_trl(policy, choices(), processing_class=cast("Any", "a processor"))
 
 
-def test_what_ends_a_completion_is_what_the_server_takes(policy: bridge.Policy) -> None:
+def test_eos_tokens_are_those_of_the_server(policy: bridge.Policy) -> None:
     """Gemma has its end of a turn there alone: every completion would be taken for truncated, and masked."""
     GenerationConfig(eos_token_id=[2, 77]).save_pretrained(policy.tokenizer.name_or_path)
     bridge.for_trl(policy, choices())
@@ -360,19 +360,19 @@ def test_a_turn_after_a_tool_fits_the_servers_sequences(policy: bridge.Policy, m
     texts = [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
     assert texts == ["long", "short", ""]
     assert [len(values) for values in logprobs] == [len(ids) for ids in token_ids]
-    with pytest.raises(UsageError, match=r"a tool returned an image, and .* samples from text alone"):
+    with pytest.raises(UsageError, match=r"a tool returned an image, but .* samples from text only"):
         trainer._generate_single_turn([[5]], [["picture"]], {}, num_generations=1)
 
 
-def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:
+def test_trainer_with_different_args_is_refused(policy: bridge.Policy) -> None:
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
-    with pytest.raises(UsageError, match=r"GRPOTrainer has other args than bridge\.for_trl"):
+    with pytest.raises(UsageError, match=r"GRPOTrainer has different args than bridge\.for_trl"):
         fence.on_init_end(choices(), None, None, model=policy.model)
 
 
 def test_filters_of_the_policy_are_refused(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "config", policy.config.changed(top_p=0.9))
-    with pytest.raises(UsageError, match="samples with top_p, and GRPOConfig chooses") as caught:
+    with pytest.raises(UsageError, match="samples with top_p, but GRPOConfig chooses") as caught:
         bridge.for_trl(policy, choices())
     assert "GRPOConfig(top_p=0.9)" in str(caught.value.hint)
 
@@ -403,14 +403,14 @@ def test_an_off_policy_mask_with_filters_is_refused(policy: bridge.Policy) -> No
         bridge.for_trl(policy, choices(off_policy_mask_threshold=0.5, top_p=0.9))
 
 
-def test_what_generation_kwargs_cannot_do_is_named_alone(policy: bridge.Policy) -> None:
+def test_only_unusable_generation_kwargs_are_named(policy: bridge.Policy) -> None:
     given = {"do_sample": True, "top_k": 50, "num_beams": 2}
     with pytest.raises(UsageError, match=r"generation_kwargs=\{'num_beams': 2\}, which has no effect"):
         bridge.for_trl(policy, choices(generation_kwargs=given))
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_gradient_that_is_not_finite_costs_its_step(
+def test_step_with_a_gradient_that_is_not_finite_is_skipped(
     policy: bridge.Policy, own: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters = [*policy.parameters()]
@@ -428,13 +428,13 @@ def test_a_gradient_that_is_not_finite_costs_its_step(
         step(value)
     assert all(torch.equal(*both) for both in zip(parameters, before, strict=True))
     assert policy.version == 0
-    assert "(2 in a row; training ends after 3)" in caplog.text
+    assert "(2 consecutive; training ends after 3)" in caplog.text
     step(1e-3)
     assert policy.version == 1
     assert not all(torch.equal(*both) for both in zip(parameters, before, strict=True))
     step(float("nan"))
     step(float("nan"))
-    with pytest.raises(GradientError, match="3 steps in a row were not finite; no weight was changed in them"):
+    with pytest.raises(GradientError, match="3 consecutive steps were not finite; they changed no weight"):
         step(float("nan"))
     assert policy.version == 1
 
@@ -446,7 +446,7 @@ def test_parameters_outside_the_servers_memory_are_refused(policy: bridge.Policy
     policy.model.adapter = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"2 of the trainer's parameters .* adapter\.weight"):
         fence.on_init_end(args, None, None, model=policy.model)
-    with pytest.raises(UsageError, match="pass neither peft_config nor another model"):
+    with pytest.raises(UsageError, match="pass neither peft_config nor a different model"):
         fence.on_train_begin(args, None, None, model=policy.model)
     assert "publish" not in calls(policy)
 
@@ -484,7 +484,7 @@ def test_a_checkpoint_without_all_weights_is_refused(policy: bridge.Policy) -> N
 def test_a_checkpoint_of_another_model_changes_no_weight(policy: bridge.Policy) -> None:
     bridge.for_trl(policy, choices())
     name = next(iter(checkpoint(policy)))
-    with pytest.raises(UsageError, match=f"of another model: {name} has shape"):
+    with pytest.raises(UsageError, match=f"does not fit the model: {name} has shape"):
         policy.model.load_state_dict({name: torch.zeros(3)}, False)
     assert "pause" not in calls(policy)
 
@@ -506,7 +506,7 @@ def test_the_trainer_gets_pefts_model_of_the_adapter(adapted: bridge.Policy) -> 
     assert model.get_base_model() is adapted.model
 
 
-def test_a_saved_adapter_is_plain_and_comes_back_in_the_fence(adapted: bridge.Policy, tmp_path: Path) -> None:
+def test_saved_adapter_is_plain_and_reloads_inside_the_fence(adapted: bridge.Policy, tmp_path: Path) -> None:
     model, folder = bridge.for_trl(adapted, choices())["model"], tmp_path / "checkpoint-1"
     trained = {name: p for name, p in adapted.model.named_parameters() if p.requires_grad}
     adapted.publish(lambda: [parameter.data.fill_(0.5) for parameter in trained.values()])

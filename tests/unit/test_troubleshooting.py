@@ -40,7 +40,7 @@ def test_every_heading_is_a_message(heading: str, texts: list[str]) -> None:
     assert any(form.fullmatch(text) for text in texts)
 
 
-def test_a_heading_that_no_code_prints_is_found(texts: list[str]) -> None:
+def test_heading_that_no_code_prints_is_detected(texts: list[str]) -> None:
     with pytest.raises(AssertionError):
         test_every_heading_is_a_message("vLLM was never ready within ... s", texts)
 

@@ -9,7 +9,7 @@ from zipfile import ZipFile
 from tests import wheels
 
 
-def test_the_wheel_holds_every_file_of_our_packages(tmp_path: Path) -> None:
+def test_wheel_holds_every_file_of_bridges_packages(tmp_path: Path) -> None:
     with ZipFile(wheels.build(tmp_path)) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     ours = {

@@ -48,7 +48,7 @@ def stack(layer: Any, *pairs: tuple[Tensor, Tensor]) -> Any:
     return layer
 
 
-def test_experts_get_slots_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_get_slots_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class MoERunner(nn.Module):
         """Stands for vLLM's layer of experts."""
 
