@@ -1,4 +1,4 @@
-"""A loss of your own: a clipped ratio, written out.
+"""Your own loss: a clipped probability ratio, written out.
 
 Start a server first: bridge serve-vllm --model MODEL
 """

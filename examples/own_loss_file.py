@@ -14,8 +14,8 @@ def soft_clip(tensors):
     ratios = (tensors.logprobs - tensors.old_logprobs).exp()
     sharpness = torch.where(tensors.advantages > 0, GOOD, BAD)
     gates = torch.sigmoid(sharpness * (ratios - 1)) * 4 / sharpness
-    longest = tensors.lengths[tensors.sequences]  # each token's completion has so many sampled tokens
+    longest = tensors.lengths[tensors.sequences]  # number of sampled tokens in each token's completion
     return -gates * tensors.advantages, {
-        "ratio": ratios,  # one value a token: its mean over all tokens is recorded
-        "ratio_of_long": ((ratios * (longest > 100)).sum(), (longest > 100).sum()),  # a sum and a count: over some
+        "ratio": ratios,  # one value per token: the mean over all tokens is recorded
+        "ratio_of_long": ((ratios * (longest > 100)).sum(), (longest > 100).sum()),  # sum and count: over some
     }

@@ -1,4 +1,4 @@
-"""An optimizer of your own: Lion, in place on vLLM's weights.
+"""Your own optimizer: Lion, in place on vLLM's weights.
 
 Start a server first: bridge serve-vllm --model MODEL
 Source: Chen et al., arXiv 2302.06675. Plain bf16 weights lose steps smaller than half a bf16 step; Bridge's own

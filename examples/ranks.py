@@ -1,4 +1,4 @@
-"""An adapter of a mixture of experts, trained by several processes; killed and started again, it resumes to the digit.
+"""Train an adapter of a mixture of experts in several processes; after a kill and a restart, it resumes exactly.
 
 Start a server first: bridge serve-vllm --model MODEL --tensor-parallel-size 2 --max-lora-rank 8
 Then one process for each of its GPUs: torchrun --nproc-per-node 2 ranks.py MANIFEST

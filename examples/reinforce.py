@@ -1,4 +1,4 @@
-"""REINFORCE without a baseline or a clip, in a run that can be killed and started again: it resumes.
+"""REINFORCE without a baseline or clipping, in a run that resumes when it is restarted after a kill.
 
 Start a server first: bridge serve-vllm --model MODEL
 Then look at it: bridge report runs/reinforce

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on one copy of the weights. The lines with a + are all that differ from a stock script.
+"""TRL's GRPOTrainer on one copy of the weights. Only the lines marked with + differ from a stock script.
 
 Start a server first: bridge serve-vllm --model MODEL
 """

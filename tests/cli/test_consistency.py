@@ -108,7 +108,7 @@ def test_other_host_creates_a_run_directory_unless_it_is_shared(
     assert not rank_process._run_directory_of_host(folder).is_writer
     assert folder_claim.is_claimed(folder)
     assert folder_mark.kind_of(folder) == "run"
-    monkeypatch.setattr(folder_claim, "make", None)  # it is claimed
+    monkeypatch.setattr(folder_claim, "make", None)  # the folder is already claimed
     assert rank_process._run_directory_of_host(folder).path == folder
 
 

@@ -33,7 +33,7 @@ SECTIONS = [
 
 @pytest.fixture(autouse=True)
 def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Report a CPU to the probe, and search for manifests in an empty folder only."""
+    """Make the probe report a CPU, and limit the search for manifests to empty folders."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
     for name in ("LOGDIR", "BRIDGE_PORT", "BRIDGE_VLLM_PORT", "BRIDGE_VLLM_CONFIG_PATH", "BRIDGE_DEVICE"):

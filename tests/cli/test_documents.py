@@ -1,4 +1,4 @@
-"""README.md and docs/: each block is run as it is written, or named with the reason; what is run prints no traceback.
+"""README.md and docs/: each block runs as written, or is listed with a reason why not; no run prints a traceback.
 
 A server in its own process stands in for vLLM: everything else of `bridge run` is real.
 """
@@ -59,7 +59,7 @@ RUNNABLE = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with what the pages name: models, problems, runs and a checkpoint."""
+    """A folder with the files that the pages mention: models, problems, runs and a checkpoint."""
     for name in ("MODEL", "Qwen/Qwen2.5-0.5B-Instruct"):
         model = tiny.write(tiny.llama(), tmp_path / name)
         (model / "chat_template.jinja").write_text(demo_model.TEMPLATE)
@@ -155,7 +155,7 @@ def flags(command: str) -> set[str]:
 
 
 def test_no_page_or_message_installs_bridge_from_a_registry() -> None:
-    """None has it, so anyone could take its name there."""
+    """Bridge is not published there, so anyone could register its name."""
     files = [
         path for package in ("bridge", "cli", "environments", "patches") for path in (ROOT / package).rglob("*.py")
     ]

@@ -1,4 +1,4 @@
-"""An editable install wins against folders named like its packages, and against nothing else."""
+"""An editable install takes precedence over folders named like its packages, and over nothing else."""
 
 import subprocess
 import sys
@@ -51,5 +51,5 @@ def test_folder_next_to_the_program_does_not_shadow_bridge(tmp_path: Path, besid
     ):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(work), str(packages), how]  # without our own finder
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(work), str(packages), how]  # without Bridge's own finder
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{whose}\n"

@@ -97,7 +97,7 @@ def test_ctrl_c_disconnects_from_the_api(model: Path, capsys: pytest.CaptureFixt
 
     class Pressed(FakeApi):
         def scored_data_list(self, body: list[dict[str, Any]]) -> Any:
-            if next(posts) == 0:  # once: a second interrupt would cut the goodbye short
+            if next(posts) == 0:  # only once: a second interrupt would cut the disconnection short
                 os.kill(os.getpid(), signal.SIGINT)
             return super().scored_data_list(body)
 

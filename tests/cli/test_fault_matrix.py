@@ -2,7 +2,7 @@
 
 The second of three steps is disturbed, and every step is saved. Afterwards the server's weights must equal a published
 version, tensor by tensor. A torn server must generate nothing until a checkpoint is restored. Every checkpoint must be
-whole.
+complete.
 
 Not covered: the real vLLM and its engine (`tests/soak.py`, `tests/cpu`).
 """
@@ -30,7 +30,7 @@ BEFORE: Steps = ([1],)
 AFTER: Steps = ([1, 2],)
 ALL: Steps = ([1, 2, 3],)
 EITHER: Steps = (*BEFORE, *AFTER)
-"""Steps of the checkpoints: the disturbed one is lost, saved or followed by the last; or it depends on timing."""
+"""Steps with a checkpoint: the disturbed step is lost, is saved, or is followed by the last; or timing decides."""
 Ending = tuple[int, str, Steps]
 """The trainer's exit code, the server's state (whole, torn or gone), and the checkpoints that may exist."""
 
@@ -100,7 +100,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 def test_served_weights_after_a_fault_are_a_published_version(
     ground: Ground, fault: str, phase: str, ending: Ending
 ) -> None:
-    delay_s = 0.0 if fault == "SIGKILL" else Disturbance.delay_s  # else a busy machine may answer the pause before it
+    delay_s = 0.0 if fault == "SIGKILL" else Disturbance.delay_s  # otherwise a busy machine may answer the pause first
     round_ = ground.disturb(Disturbance(fault=fault, phase=phase, step=DISTURBED_STEP, delay_s=delay_s))
     proof = ground.prove()
     exit_code, outcome, saved = ending
@@ -113,7 +113,7 @@ def test_served_weights_after_a_fault_are_a_published_version(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("fault", "phase", "ending"), [case for case in cases() if case.values[0] in KILLS])
 def test_stream_resumes_with_each_problem_exactly_once(ground: Ground, fault: str, phase: str, ending: Ending) -> None:
-    step = 1 if phase == "rollouts" else DISTURBED_STEP  # later steps take what was sampled meanwhile
+    step = 1 if phase == "rollouts" else DISTURBED_STEP  # later steps use what was sampled in advance
     round_ = ground.disturb(Disturbance(fault=fault, phase=phase, step=step), *STREAM)
     proof = ground.prove()
     exit_code, outcome, saved = ending if step > 1 else (*ending[:2], NOTHING)

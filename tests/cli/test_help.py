@@ -208,7 +208,7 @@ HINTED: dict[str, str] = {
     "--batchsize": "did you mean --batch-size?", "--no-tensorbord": "did you mean --no-tensorboard?",
     "--evaluate": "bridge run --help", "--pad-token": "bridge run --help",
 }  # fmt: skip
-"""A flag that Bridge does not have, and words of its hint: an answer, a name of Bridge's own, or the help."""
+"""Flag that Bridge does not have -> words of its hint: an answer, Bridge's own flag, or the help."""
 
 
 @pytest.mark.parametrize("wrong", HINTED)

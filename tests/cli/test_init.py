@@ -1,4 +1,4 @@
-"""What `bridge init` writes loads, explains every choice, and replaces nothing."""
+"""The files that `bridge init` writes load, explain every choice, and replace nothing."""
 
 import re
 import tomllib

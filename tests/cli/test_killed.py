@@ -29,10 +29,10 @@ pytestmark = pytest.mark.xdist_group("commands")
 LIMIT_S = 300
 STEPS, SAVE_INTERVAL, KILLED_IN_STEP = 8, 2, 6
 LAST = f"step_{KILLED_IN_STEP - SAVE_INTERVAL}"
-"""The last whole checkpoint when the trainer is killed."""
+"""The last complete checkpoint when the trainer is killed."""
 BATCH_SIZE = 8
 NUM_PROBLEMS = 7
-"""Fewer than a run draws, and not a multiple of a step's: the second epoch begins inside a step."""
+"""Fewer than a run draws, and not a multiple of a step's number, so that the second epoch begins within a step."""
 ENVIRONMENT = f"""
 class Numbered:
     def __iter__(self):
@@ -93,7 +93,7 @@ class Run:
         return done.stderr.splitlines()
 
     def arguments(self, *flags: str) -> list[str | Path]:
-        """Return those of `bridge`, and write the environment that they name."""
+        """Return the arguments of `bridge`, and write the environment that they name."""
         (self.folder / "numbered.py").write_text(ENVIRONMENT)
         return [
             *("train", "--model-name", self.server.manifest.model, "--vllm-config-path", self.server.path),
@@ -103,7 +103,7 @@ class Run:
         ]
 
     def killed(self, by: Disturbance | str) -> None:
-        """Start a run and kill it in step 6; the last checkpoint is whole and the server still serves."""
+        """Start a run and kill it in step 6; the last checkpoint is complete and the server still serves."""
         self.train("--run-dir", "run", expect=-signal.SIGKILL, by=by)
         assert [path.name for path in visible(self.saved)] == ["step_2", LAST]
         assert self.server.status().state == "serving"
@@ -115,7 +115,7 @@ class Run:
         return [json.loads(line)["step"] for line in lines]
 
     def problems(self) -> dict[int, list[str]]:
-        """Return what each step behind the current weights was trained on."""
+        """Return the problems of each step that led to the current weights."""
         trained: dict[int, list[str]] = {}
         for line in (self.folder / "run" / "rollouts.jsonl").read_text().splitlines():
             group = json.loads(line)
@@ -136,7 +136,7 @@ class Run:
 
 
 def killed_at_random(run: Run, flags: Sequence[str], chance: random.Random) -> int:
-    """Resume a trainer, kill it some steps later at any moment, and return how many steps its metrics have then."""
+    """Resume a trainer, kill it at a random moment some steps later, and return how many steps its metrics have."""
     metrics = run.folder / "run" / "metrics.jsonl"
     before = num_lines(metrics)
     trainer = forked.Command(run.arguments("--resume", *flags), run.folder)
@@ -178,12 +178,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def problems(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """What each step of an undisturbed run is trained on."""
+    """The problems of each step of an undisturbed run."""
     return undisturbed(Run(server, tmp_path_factory.mktemp("undisturbed")))
 
 
 def undisturbed(run: Run) -> dict[int, list[str]]:
-    """Train to the end, and return what each step was trained on."""
+    """Train to the end, and return the problems of each step."""
     run.train("--run-dir", "run", expect=0)
     run.check_whole()
     trained = run.problems()
@@ -263,4 +263,4 @@ def test_repeatedly_killed_stream_trains_each_problem_once(server: LiveServer, t
     numbers = [json.loads(line)["number"] for line in lines]
     num_groups = num_steps * BATCH_SIZE // 4
     assert len(set(numbers)) == len(numbers) == num_groups
-    assert max(numbers) < num_groups + 3 * BATCH_SIZE // 4, "a problem was passed over"
+    assert max(numbers) < num_groups + 3 * BATCH_SIZE // 4, "a problem was skipped"

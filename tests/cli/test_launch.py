@@ -1,4 +1,4 @@
-"""How a training job begins and ends: what is done in which order, whatever stops it.
+"""How a training job begins and ends: the order of its actions, whatever stops it.
 
 Not covered: the last lines themselves (`test_run_ending.py`), several ranks (`test_rank_launcher.py`), whole runs
 (`test_fault_matrix.py`, `test_signals.py`).
@@ -22,7 +22,7 @@ from tests.cli.test_run_directory import metrics
 
 
 class RecordedServers(Servers):
-    """Servers that write down what is asked of them, and fail in one of the steps."""
+    """Servers that record the calls they get, and fail in one of them."""
 
     tp_degree = 1
     max_model_len = None

@@ -37,7 +37,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def terminal(width: int = 100, height: int = 40, **changed: Any) -> Console:
-    """Return a terminal that keeps its output."""
+    """Return a terminal that records its output."""
     known: dict[str, Any] = {"file": io.StringIO(), "force_terminal": True, "width": width, "height": height}
     return Console(**(known | {"_environ": {"TERM": "xterm-256color"}, "soft_wrap": True} | changed))
 
@@ -115,7 +115,7 @@ def test_view_fits_the_terminal_whatever_was_sampled(width: int, height: int, te
         lines[next(index for index, line in enumerate(lines) if "a sample of" in line) + 1 :] if height > 30 else []
     )
     assert all(len(line) + len(live.WIDE.findall(line)) <= width for line in sample)
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", "\n".join(lines)), "it acts on the terminal"
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", "\n".join(lines)), "it controls the terminal"
 
 
 @pytest.mark.parametrize(("width", "height"), [(79, 50), (100, 23), (20, 5)])
@@ -138,7 +138,7 @@ def test_long_texts_keep_their_start_or_their_end() -> None:
         ([0.0, 0.5, 1.0], 9, 2, [" ▁█", "▁██"]),
         ([float(value) for value in range(1000)], 10, 1, ["▁▂▃▃▄▅▆▆▇█"]),
         ([], 10, 2, ["", ""]),
-        ([1.0, 1.01, 0.99, 1.0], 9, 1, ["▅▅▄▅"]),  # little changes
+        ([1.0, 1.01, 0.99, 1.0], 9, 1, ["▅▅▄▅"]),  # small changes look small
         ([0.0, 1.0, math.nan, 1.0], 9, 1, ["▁█ █"]),
         ([0.0, 0.0], 9, 1, ["▅▅"]),
     ],
@@ -267,7 +267,7 @@ def test_stalled_terminal_does_not_hold_up_training(monkeypatch: pytest.MonkeyPa
 
     class Stalled(io.StringIO):
         def write(self, text: str) -> int:
-            if painters():  # the view was opened on a terminal that still took output
+            if painters():  # the view was opened while the terminal still accepted output
                 stuck.set()
                 taken.wait()
             return super().write(text)

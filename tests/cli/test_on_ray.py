@@ -1,4 +1,4 @@
-"""`bridge run --ray` on a cluster of two nodes on this machine: who is placed where, with which command.
+"""`bridge run --ray` on a cluster of two nodes on this machine: what runs on which node, with which command.
 
 Skipped without Ray, which is an optional extra. Not covered: GPUs, and whole runs.
 """

@@ -282,18 +282,18 @@ def test_borrowed_name_works_if_it_counts_the_same(tmp_path: Path) -> None:
     assert (one.training_steps, one.checkpoints.save_interval, one.loss.clip_high) == (100, 5, 0.3)
     parse(
         "--model-name", "m", "--total-training-steps", "9", "--ppo-epochs", "4", "--save-freq", "2"
-    )  # verl's: batches
+    )  # verl's names, which count batches
     parse("--model-name", "m", "--loss", "cispo", "--clip-ratio-high", "4")
     toml = tmp_path / "c.toml"
     toml.write_text("max_steps = 100\n")
     parse(
         "--model-name", "m", "--config", str(toml), "--training-steps", "25", "--num-iterations", "4"
-    )  # it has the say
+    )  # the flag wins over the file
 
 
 def test_hints_name_only_existing_flags() -> None:
     flags = {flag(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
-    flags |= {"--out", "--push"}  # of bridge export
+    flags |= {"--out", "--push"}  # flags of bridge export
     named = {name for hint in declaration.HINTS.values() for name in re.findall(r"--[a-z0-9-]+", hint.split(" -- ")[0])}
     assert named <= flags
 

@@ -1,4 +1,4 @@
-"""How the launcher starts, restarts and ends ranks, with small programs in the place of trainers.
+"""How the launcher starts, restarts and ends ranks, with small programs in place of trainers.
 
 Not covered: whole runs (`tests/cpu/test_gpus.py`, `tests/cpu/test_hosts.py`), NCCL.
 """
@@ -75,7 +75,7 @@ rank_process.main()
 
 
 def rank(body: str) -> str:
-    """Return the program of a rank that does `body`."""
+    """Return the program of a rank that runs `body`."""
     return RANK.replace("BODY", "\n".join(f"    {line}" for line in body.strip().splitlines()))
 
 
@@ -131,7 +131,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture(autouse=True)
 def _none_is_left() -> Iterator[None]:
-    """Kill the launchers of a test that failed; their ranks end with them."""
+    """Kill the launchers of a failed test; their ranks end with them."""
     yield
     while RUNNING:
         process = RUNNING.pop()
@@ -194,7 +194,7 @@ def test_error_of_one_rank_ends_the_run_without_a_restart(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_cannot_report_leaves_no_broken_report(tmp_path: Path) -> None:
-    """The launcher would read it after Ctrl-C."""
+    """The launcher would read the broken report after Ctrl-C."""
     own_rank = OwnRank(
         rank=0, world_size=1, local_rank=0, tp_size=1, cp_size=1, device="cpu", address="", port=0, scratch=tmp_path
     )
@@ -250,7 +250,7 @@ def test_a_signal_interrupts_all_ranks(tmp_path: Path, number: signal.Signals) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_to_one_rank_is_reported_once(tmp_path: Path, number: signal.Signals) -> None:
-    launched = Launched(tmp_path, WAITS_ALONE)  # it leaves at once, and the first rank loses it
+    launched = Launched(tmp_path, WAITS_ALONE)  # this rank exits immediately, and the first rank notices its loss
     launched.wait_for("0.waits", "1.waits")
     launched.process.send_signal(number)
     assert launched.code() == 128 + number, launched.output
@@ -273,7 +273,7 @@ Networks = tuple[tuple[str, ...], tuple[str, ...]]
 
 @pytest.fixture
 def networks() -> Iterator[Networks]:
-    """Two network namespaces with a cable between them; the beginnings of commands that run inside."""
+    """Connect two network namespaces, and yield the command prefixes that run a command inside each."""
     names = [f"bridge-{os.getpid()}-{number}" for number in range(2)]
 
     def ip(*arguments: str) -> None:
@@ -296,7 +296,7 @@ def networks() -> Iterator[Networks]:
 
 
 RENDEZVOUS = "10.77.0.2:29400"
-"""The second network's: its address sorts after the first one's."""
+"""In the second network, whose address sorts after that of the first one."""
 
 
 def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path: Path) -> None:

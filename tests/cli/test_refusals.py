@@ -85,7 +85,7 @@ def bridge(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("LOGDIR", raising=False)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
-    monkeypatch.setattr(os, "execve", _started)  # it would replace this process with vLLM
+    monkeypatch.setattr(os, "execve", _started)  # the real one would replace this process with vLLM
     monkeypatch.setattr(children, "start", _started)
     return Bridge(tmp_path, capsys)
 
@@ -341,7 +341,7 @@ AT_ONCE = {
     "environment": ("--model", ".", "--environment", "nofile.py:Task"),
     "name": ("--model", ".", "--environment", "arithmetics"),
 }
-"""What is not there -> flags that name it."""
+"""What is missing -> flags that name it."""
 
 
 @pytest.mark.parametrize("command", ["run", "train"])

@@ -1,4 +1,4 @@
-"""`bridge report`: the page of whole, partial and broken runs, of several runs, and what it refuses."""
+"""`bridge report`: the page of complete, partial and broken runs, of several runs, and what it refuses."""
 
 import html.parser
 import json
@@ -177,9 +177,9 @@ def test_untrusted_text_never_becomes_markup(tmp_path: Path) -> None:
 
 
 def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
-    begun = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)  # which this process claims
+    begun = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)  # claimed by this process
     assert f"process {os.getpid()} is at step 20 of 50" in written(begun.path, out=tmp_path / "page.html").text
-    run = RunDirectory(shutil.copytree(begun.path, tmp_path / "run"))  # in which no process is running
+    run = RunDirectory(shutil.copytree(begun.path, tmp_path / "run"))  # not claimed by any process
     run.evaluations.unlink()
     with run.metrics.open("a") as file:
         file.write('{"step": 21, "rewa')
@@ -190,7 +190,7 @@ def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
         "The run has no completions (rollouts.jsonl)", "1 steps were lost and repeated",
     ):  # fmt: skip
         assert expected in page.text
-    longer = report_runs.make(tmp_path / "longer", num_steps=6)  # whose summary is of step 6
+    longer = report_runs.make(tmp_path / "longer", num_steps=6)  # its summary is of step 6
     with longer.metrics.open("a") as file:
         file.write(longer.metrics.read_text().splitlines()[-1].replace('"step": 6', '"step": 7') + "\n")
     shutil.copytree(longer.path, tmp_path / "copy")
@@ -225,7 +225,7 @@ def test_missing_values_are_gaps_but_not_dips_in_a_stack(tmp_path: Path) -> None
     odd: tuple[dict[str, Any], ...] = (
         {"entropy": None}, {"entropy": math.nan}, {"reward_parts": {}}, {"reward_parts": None},
         {"logprob_diff_histogram": [None] * 8, "logprob_diff_mean": None},
-        {"grad_norm": 10**400, "lag_shares": [10**400] * 8},  # which no float holds
+        {"grad_norm": 10**400, "lag_shares": [10**400] * 8},  # too large for a float
     )  # fmt: skip
     rewrite(run, *enumerate(odd))
     with run.metrics.open("a") as file:
@@ -273,7 +273,7 @@ def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:
     other = report_runs.make(tmp_path / "other", num_steps=20, planned=30, seed=1, lr=1e-6, loss="grpo")
     report_runs.write_rollouts(one, report_runs.groups(30))
     rewrite(one, *((index, {"my_ratio": index}) for index in range(30)))
-    page = written(one.path, one.path, other.path, out=tmp_path / "page.html")  # the same run given twice is one
+    page = written(one.path, one.path, other.path, out=tmp_path / "page.html")  # a run given twice counts once
     for expected in ("2 runs side by side", "--lr 2e-06 1e-06", "--loss dapo grpo", "one, held out"):
         assert expected in page.words
     assert "--run-dir /" not in page.words.partition("Mean reward")[0]
@@ -291,7 +291,7 @@ def test_page_goes_into_the_run_or_the_current_folder(
 ) -> None:
     runs = [str(report_runs.make(tmp_path / name, num_steps=40).path) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
-    for _ in range(2):  # it may be written again
+    for _ in range(2):  # a report may be overwritten
         assert main.answer(["report", runs[0]]) == 0
         assert capsys.readouterr().out == f"{runs[0]}/report.html\n"
     assert main.answer(["report", *runs]) == 0
@@ -443,7 +443,7 @@ def test_long_texts_are_cut_in_their_middle(tmp_path: Path) -> None:
         assert len(text) < 3_100
         assert text.startswith(start)
         assert text.endswith(end)
-    line["completions"][0]["turns"] = [{"role": "assistant", "text": "x" * 90_000}] * 100  # share the limit of a text
+    line["completions"][0]["turns"] = [{"role": "assistant", "text": "x" * 90_000}] * 100  # the limit of one text
     (series,) = read(tmp_path / "r.jsonl", line).series
     (shown,) = series["steps"][0]["completions"]
     mark = "\n[… 89,700 characters left out …]\n"

@@ -71,7 +71,7 @@ class FakeEngine:
 
 @dataclass(frozen=True)
 class Server:
-    """The server, and what a test may do to it."""
+    """The server, with the actions that tests need."""
 
     toy: ToyServer
     engine: FakeEngine
@@ -80,7 +80,7 @@ class Server:
     app: FastAPI
 
     def tear(self, last_checkpoint: Path | None = None) -> None:
-        """Leave it as a trainer does that dies halfway through its write."""
+        """Leave the server as a trainer does when it dies halfway through a write."""
         for tensor in list(self.toy.tensors.values())[::2]:
             tensor.fill_(9.0)
         self.engine.paused = True
@@ -95,7 +95,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Bridge:
-    """The command line beside that server's manifest."""
+    """The command line, in the folder of that server's manifest."""
 
     folder: Path
     capsys: pytest.CaptureFixture[str]
@@ -153,13 +153,13 @@ def bridge(
 
 
 def other_weights(server: Server, folder: Path) -> PreTrainedModel:
-    """Write a plain folder with other weights of the served model, and return them."""
+    """Write a plain folder with different weights for the served model, and return them."""
     tiny.write(tiny.llama(), folder, seed=1)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 def saved(server: Server, folder: Path, *, step: int, version: int) -> PreTrainedModel:
-    """Write a Bridge checkpoint with other weights, and return them."""
+    """Write a Bridge checkpoint with different weights, and return them."""
     model = other_weights(server, folder.with_name(f"{folder.name}_source"))
     progress = Progress(step=step, weight_version=version, problems_drawn=0, run_dir=folder.parent)
     checkpoint.save(folder, lambda scratch: model_folder.save(model, server.toy.manifest.model, scratch), progress)
@@ -354,7 +354,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_the_pause(
 
 
 class Slots:
-    """vLLM's side of the adapters: which is seated, which are served by name, and whether it accepts another."""
+    """vLLM's adapters: which one is in a slot, which are served by name, and whether vLLM accepts a new one."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

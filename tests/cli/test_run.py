@@ -83,7 +83,7 @@ def test_demo_replaces_only_its_own_run(tmp_path: Path) -> None:
     ours = demo._fresh(tmp_path / "demo")
     ours.summary.write_text("{}")
     (ours.checkpoints / "step_60").mkdir(parents=True)
-    (ours.path / ".config.json.4711-ab").touch()  # of a process that was killed
+    (ours.path / ".config.json.4711-ab").touch()  # left by a killed process
     renewed = demo._fresh(tmp_path / "demo")
     assert [path.name for path in renewed.path.iterdir()] == [folder_mark.NAME]
 

@@ -1,4 +1,4 @@
-"""Which running servers `bridge train` trains on: by manifest or address, alike, and each once."""
+"""Which running servers `bridge train` trains on: named by manifest or address, consistent, and each only once."""
 
 import re
 from pathlib import Path
@@ -20,11 +20,11 @@ from bridge_cli.running_servers import RunningServer
 from tests.unit.checks_sample import cuda_handle, manifest
 
 OTHER = ProcessIdentity.current().model_copy(update={"start_ticks": 1})
-"""Another server than this process."""
+"""A server other than this process."""
 
 
 class Host:
-    """Servers of Bridge that seem to run here."""
+    """Servers of Bridge that appear to run on this host."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ def test_servers_are_named_by_manifest_folder_address_or_port(host: Host) -> Non
 def test_without_names_the_manifest_is_searched_for(host: Host) -> None:
     path = host.add("a", port=9001)
     assert [server.path for server in running(config(vllm_config_path=path))] == [path]
-    assert running(config()) == [], "the mode says so"
+    assert running(config()) == [], "the mode reports the error"
 
 
 def test_mode_that_does_not_attach_needs_no_server(host: Host) -> None:

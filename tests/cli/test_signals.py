@@ -98,14 +98,14 @@ main.main()
 @pytest.mark.timeout(3 * RUN_LIMIT_S)
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_ends_a_command_that_compiles(tmp_path: Path, first: signal.Signals) -> None:
-    """The thread that compiles is in one long call of C, where nothing can end it."""
+    """The compiling thread is inside one long C call, where nothing can interrupt it."""
     process = Command(["verify"], tmp_path, program=COMPILES_IN_C)
     try:
         deadline = time.monotonic() + RUN_LIMIT_S
         while psutil.Process(process.pid).num_threads() < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(first)
-        with pytest.raises(subprocess.TimeoutExpired):  # it waits: torch may return soon
+        with pytest.raises(subprocess.TimeoutExpired):  # the command waits, because torch may return soon
             process.wait(2.0)
         process.send_signal(signal.SIGINT)
         assert process.wait(RUN_LIMIT_S) == 128 + first
@@ -265,5 +265,5 @@ def until_it_says(pattern: str, terminal: int) -> None:
         assert select.select([terminal], [], [], RUN_LIMIT_S)[0], output
         try:
             output += os.read(terminal, 65536).decode(errors="replace")
-        except OSError as error:  # it has ended
+        except OSError as error:  # the program has ended
             raise AssertionError(output) from error

@@ -197,7 +197,7 @@ def test_layers_are_compiled_while_vllm_starts(
     tp_size: int,
     compiles_ahead: bool,
 ) -> None:
-    """On the device of vLLM, whatever else this machine has."""
+    """On vLLM's device, whatever other devices this machine has."""
     calls = list[tuple[Any, ...]]()
 
     def compiling_ahead(*args: Any, lora: LoraConfig | None, **_: Any) -> nullcontext[None]:

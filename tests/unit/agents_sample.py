@@ -56,7 +56,7 @@ class Calling(Problems):
 
 
 class Chatting(Problems):
-    """Asks on, and says what it was answered; the reasoning is not sent back."""
+    """Continues the chat with the answers that it got, without sending the reasoning back."""
 
     system: tuple[dict[str, str], ...] = ({"role": "system", "content": "Be brief."},)
 
@@ -71,13 +71,13 @@ class Chatting(Problems):
 
 
 class ChattingWithoutSystem(Chatting):
-    """The same for a template that has no place for a system message."""
+    """Like `Chatting`, for a template without a system message."""
 
     system = ()
 
 
 class Stopping(Problems):
-    """Ends its turns at texts of its own."""
+    """Ends its turns at its own stop texts."""
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
         client = AsyncOpenAI(base_url=base_url, api_key="none")
@@ -153,7 +153,7 @@ class Scored(Problems):
 
 
 class Meeting(Problems):
-    """Ends once as many others run in the same process as no event loop has threads for."""
+    """Ends once more of them run in the same process than an event loop has threads for."""
 
     SIZE = 40
     all_there = threading.Barrier(SIZE)
@@ -187,7 +187,7 @@ class Parsing(Problems):
 
 
 class ParsingScored(Parsing):
-    """The same with a score of its own."""
+    """Like `Parsing`, with its own score."""
 
     def score(self, problem: dict[str, Any], completion: str) -> float:
         return 3.0 if completion and problem else -1.0
@@ -285,7 +285,7 @@ class Proxied(Calling):
 
 
 class Silent(Problems):
-    """Never asks."""
+    """Never sends a request."""
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
         await asyncio.sleep(0)

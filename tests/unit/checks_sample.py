@@ -71,7 +71,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def edited(exported: Manifest, **changes: Any) -> Manifest:
-    """The manifest with other fields, of the server or of its first rank."""
+    """The manifest with changed fields, of the server or of its first rank."""
     return Manifest.model_validate({**exported.model_dump(), **changes})
 
 

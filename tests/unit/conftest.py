@@ -1,6 +1,6 @@
 """Use one thread: the models are tiny, and synchronizing threads would cost more than it saves.
 
-Every test draws the same numbers, alone or after any other.
+Every test draws the same random numbers, whether it runs by itself or after others.
 """
 
 import random

@@ -32,7 +32,7 @@ def on_ranks(
     limit_s: float = LIMIT_S,
     on_gpus: bool = False,
 ) -> list[Any]:
-    """Return `act(ranks, *given)` of every rank; what it or joining raised in place of its result.
+    """Return the result of `act(ranks, *given)` on every rank, or the exception that it or joining raised.
 
     With `on_gpus` each rank has a GPU; `act` and `given` are pickled, and monkeypatches of this process have no effect.
     """
@@ -54,7 +54,7 @@ def on_ranks(
     results: list[Any] = []
     try:
         for pipe in pipes:
-            assert pipe.poll(limit_s), "a rank waits for ever"
+            assert pipe.poll(limit_s), "a rank hangs"
             try:
                 results.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
             except EOFError as error:
@@ -64,7 +64,7 @@ def on_ranks(
             assert process.exitcode is not None, "a rank does not end"
     finally:
         for process in processes:
-            process.kill()  # one that is left would keep this process from ending
+            process.kill()  # a remaining process would keep this one from exiting
     return results
 
 
@@ -83,7 +83,7 @@ def _rank(
 ) -> None:
     faulthandler.dump_traceback_later(limit_s - 5)  # to stderr: where this rank waits
     torch.set_num_threads(1)
-    inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
+    inductor.compile_threads = 1  # the parent's compile workers do not exist here, and this process would wait for them
     own = listener if rank == 0 else None
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -45,7 +45,7 @@ def test_a_large_family_keeps_its_peculiarities(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma", "Gemma 2", "Granite"])
 def test_large_family_is_never_certain_of_a_token(family: str, tmp_path: Path) -> None:
-    """Updates show in log-probabilities, and those of a model that repeats each token stay 0."""
+    """Updates are visible in log-probabilities, which stay 0 for a model that only repeats each token."""
     config = large(ALL[family]())
     folder = tiny.write(config, tmp_path, std=family_proof.GAIN / sqrt(config.hidden_size))
     model = skeleton.auto_class(config).from_pretrained(folder, dtype=torch.bfloat16)
@@ -55,12 +55,12 @@ def test_large_family_is_never_certain_of_a_token(family: str, tmp_path: Path) -
 
 
 def _fields(config: PretrainedConfig) -> dict[str, Any]:
-    """Return its fields, without those that saving and loading write."""
+    """Return the configuration's fields, without those that saving and loading add."""
     return {name: value for name, value in config.to_dict().items() if name not in {"_name_or_path", "architectures"}}
 
 
 def _zeros(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a value of each parameter, of a single element in memory where kernels take that."""
+    """Return a tensor for each parameter, backed by a single element where kernels accept that."""
     return {
         name: torch.zeros(held.shape, dtype=held.dtype)
         if held.dim() > 2

@@ -60,10 +60,10 @@ SURFACE = {
     "Policy.verify": "(self)",
     "Policy.version": "",
 }
-"""Functions and methods that programs call, by the names of their parameters: change one, and their authors must."""
+"""Functions and methods that programs call, by the names of their parameters: changing one breaks those programs."""
 ATTRIBUTES = {"model"}
 OF_RUNS = {"endpoint", "fence", "open", "opened", "prepared", "read_state", "trainable", "write_state"}
-"""What `bridge run` calls of a policy beside these; it may change."""
+"""Further members of a policy that `bridge run` uses; they may change."""
 
 
 def test_the_surface_is_what_programs_rely_on() -> None:

@@ -1,4 +1,4 @@
-"""The page of chat templates is what Bridge makes of them now."""
+"""The page of chat templates is up to date."""
 
 from tests import template_results
 from tests.template_results import PAGE, page, results

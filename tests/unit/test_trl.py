@@ -42,7 +42,7 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.P
 
 @pytest.fixture
 def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    """As `policy`, with the tokens and the chat template of Qwen 3."""
+    """Like `policy`, with the tokens and the chat template of Qwen 3."""
     monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     monkeypatch.setattr(trl, "check_version", lambda: None)
     vocabulary = len(chat.tokenizer(tmp_path / "model", "qwen3"))
@@ -53,7 +53,7 @@ def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge
 
 
 def own_fields(file: str, name: str) -> list[tuple[str, Any, Any]]:
-    """Return name, type and default of each field of a dataclass of TRL; to import TRL takes seconds."""
+    """Return name, type and default of each field of a TRL dataclass, since importing TRL takes seconds."""
     source = Path(str(distribution("trl").locate_file(f"trl/trainer/{file}.py"))).read_text()
     (definition,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
     fields = (node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call))
@@ -74,14 +74,14 @@ MADE: dict[str, Any] = {
     "world_size": 1, "n_gpu": 1, "device": torch.device("cpu"), "weight_decay": 0.0, "adam_beta1": 0.9,
     "adam_beta2": 0.999, "adam_epsilon": 1e-8, "seed": 42, "fp16": False, "optim": "adamw_torch_fused",
 }  # fmt: skip
-"""What `for_trl` reads of transformers' part of a `GRPOConfig`."""
+"""Fields that `for_trl` reads from transformers' part of a `GRPOConfig`."""
 Config = dataclasses.make_dataclass(
     "Config", [(name, Any, dataclasses.field(default=value)) for name, value in {**GRPO_FIELDS, **MADE}.items()]
 )
 
 
 def choices(**changed: Any) -> Any:
-    """Return a `GRPOConfig` that chooses nothing but `changed`."""
+    """Return a `GRPOConfig` with defaults except for `changed`."""
     args = Config()
     for name, value in changed.items():
         setattr(args, name, value)
@@ -112,7 +112,7 @@ PASSED_ON = {
     "adam_beta1", "adam_beta2", "adam_epsilon", "chat_template_kwargs", "learning_rate", "max_completion_length",
     "min_p", "seed", "temperature", "top_k", "top_p", "weight_decay",
 }  # fmt: skip
-"""What `for_trl` reads, and gives to the optimizer and the server."""
+"""Settings that `for_trl` passes on to the optimizer and the server."""
 OF_THE_LOSS = {
     "beta", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
     "epsilon", "epsilon_high", "importance_sampling_level", "label_smoothing_factor", "loss_type",
@@ -129,7 +129,7 @@ OF_THE_PASSES = {
     "max_grad_norm", "neftune_noise_alpha", "pad_to_multiple_of", "tf32", "torch_compile", "torch_compile_backend",
     "torch_compile_mode", "torch_empty_cache_steps", "use_cache", "use_cpu", "use_liger_kernel",
 }  # fmt: skip
-"""They change how the trainer computes with the parameters, and not where these lie: `Fence` checks that."""
+"""They change how the trainer computes with the parameters, but not where the parameters lie, as `Fence` checks."""
 OF_THE_SCHEDULE_AND_THE_DATA = {
     "accelerator_config", "auto_find_batch_size", "data_seed", "dataloader_drop_last", "dataloader_in_order",
     "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers",
@@ -157,7 +157,7 @@ WITHOUT_EFFECT_ALONE = {
     "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
     "ddp_timeout", "ds3_gather_for_generation", "fsdp_config", "local_rank",
 }  # fmt: skip
-"""Details of several processes, which are refused themselves."""
+"""Details of multi-process training, which is itself refused."""
 WORKS = (
     PASSED_ON | OF_THE_LOSS | OF_THE_PASSES | OF_THE_SCHEDULE_AND_THE_DATA | OF_LOGS_AND_CHECKPOINTS
     | WITHOUT_EFFECT_ALONE
@@ -168,7 +168,7 @@ TRAINER_ARGUMENTS = {
     "optimizers": "of for_trl", "reward_funcs": "TRL's", "train_dataset": "TRL's", "eval_dataset": "TRL's",
     "reward_processing_classes": "TRL's", "quantization_config": "for a reference; TRL warns",
 }  # fmt: skip
-"""Argument of `GRPOTrainer` -> whose it is; the tests below show each refusal."""
+"""Argument of `GRPOTrainer` -> who provides it; the tests below show each refusal."""
 
 
 def test_every_setting_of_trl_works_or_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_all_settings_without_effect_are_refused_at_once(policy: bridge.Policy) 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [({"n_gpu": 2}, "2 GPUs"), ({"device": torch.device("cuda:0")}, "would use cuda:0, and .* weights are on cpu")],
+    [({"n_gpu": 2}, "2 GPUs"), ({"device": torch.device("cuda:0")}, "would use cuda:0, but .* weights are on cpu")],
 )
 def test_different_device_is_refused(policy: bridge.Policy, changed: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -244,14 +244,14 @@ def test_tokenizer_with_different_ids_is_refused(policy: bridge.Policy, tmp_path
 
 
 def test_eos_tokens_are_those_of_the_server(policy: bridge.Policy) -> None:
-    """Gemma has its end of a turn there alone: every completion would be taken for truncated, and masked."""
+    """Gemma lists its end-of-turn token only there: every completion would count as truncated, and be masked."""
     GenerationConfig(eos_token_id=[2, 77]).save_pretrained(policy.tokenizer.name_or_path)
     bridge.for_trl(policy, choices())
     assert policy.model.generation_config.eos_token_id == [2, 77]
 
 
 def test_a_completion_may_end_at_the_end_of_a_turn(policy: bridge.Policy) -> None:
-    """As in base models, whose chat template alone knows the token."""
+    """As in base models, where only the chat template names the token."""
     GenerationConfig(eos_token_id=2).save_pretrained(policy.tokenizer.name_or_path)
     end = policy.tokenizer.convert_ids_to_tokens(7)
     policy.tokenizer.add_tokens([end])
@@ -267,7 +267,7 @@ def test_an_image_in_a_prompt_is_refused(policy: bridge.Policy) -> None:
 
 
 def answering(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[dict[str, Any]]:
-    """Let the policy sample these texts, one in each call, and return the calls to come."""
+    """Make the policy sample these texts, one per call, and return a list that records the calls."""
     made: list[dict[str, Any]] = []
 
     def sample(prompts: list[Any], *, n: int, **parameters: Any) -> list[bridge.Group]:
@@ -421,7 +421,7 @@ def test_step_with_a_gradient_that_is_not_finite_is_skipped(
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, value)
         fence.on_pre_optimizer_step(optimizer=optimizer)
-        optimizer.step()  # the trainer's
+        optimizer.step()  # the trainer's own call
 
     before = [parameter.detach().clone() for parameter in parameters]
     for value in (float("nan"), float("inf")):
@@ -458,7 +458,7 @@ def checkpoint(policy: bridge.Policy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_a_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files: int) -> None:
-    """By this method the trainer resumes, and loads its best checkpoint; vLLM may serve no half of it."""
+    """With this method the trainer resumes and loads its best checkpoint; vLLM must not serve half of one."""
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
     names = [*checkpoint(policy)]
     for number in range(num_files):
@@ -491,7 +491,7 @@ def test_a_checkpoint_of_another_model_changes_no_weight(policy: bridge.Policy) 
 
 @pytest.fixture
 def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    """Attach to a server with an adapter, whose B is held multiplied by 2."""
+    """Attach to a server with an adapter, whose B is stored multiplied by 2."""
     monkeypatch.setattr(trl, "check_version", lambda: None)
     with lora_runs.world_in(tmp_path, monkeypatch) as world:
         world.export()
@@ -500,7 +500,7 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.
 
 
 def test_the_trainer_gets_pefts_model_of_the_adapter(adapted: bridge.Policy) -> None:
-    """By it TRL saves adapters alone, and takes the frozen base as reference, in place of a second copy."""
+    """With it TRL saves only adapters, and uses the frozen base as reference instead of a second copy."""
     model = bridge.for_trl(adapted, choices())["model"]
     assert isinstance(model, peft.PeftModel)
     assert model.get_base_model() is adapted.model
@@ -522,7 +522,7 @@ def test_saved_adapter_is_plain_and_reloads_inside_the_fence(adapted: bridge.Pol
 
 
 def test_a_reference_adapter_has_no_scaling_of_its_own(adapted: bridge.Policy) -> None:
-    """TRL copies the adapter, whose B holds the scaling: PEFT's factor would multiply it a second time."""
+    """TRL copies the adapter, whose B contains the scaling: PEFT's factor would multiply B a second time."""
     args = choices()
     made = bridge.for_trl(adapted, args)
     made["model"].add_adapter("ref", made["model"].peft_config["default"])

@@ -1,4 +1,4 @@
-"""The wheel is whole: it holds every file of our packages, and nothing else but its own description.
+"""The wheel is complete: it holds every file of Bridge's packages, and otherwise only its own metadata.
 
 Not covered: what it does once it is installed (`tests/cpu/test_demo.py`).
 """

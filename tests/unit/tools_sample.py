@@ -83,7 +83,7 @@ class Bench:
 
 
 class Halves(Bench):
-    """Answers with half of a surrogate pair, which JSON may hold alone."""
+    """Answers with half of a surrogate pair, which JSON may contain."""
 
     def reset(self, start: int, prompt: str) -> str:
         return f"{super().reset(start, prompt)}\ud83d"
@@ -98,7 +98,7 @@ class Halves(Bench):
 
 
 class Rewarded(Bench):
-    """Has the reward of TRL's classes."""
+    """Has a reward method like TRL's classes."""
 
     async def slow(self, text: str) -> str:
         """Return a text.

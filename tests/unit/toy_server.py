@@ -66,7 +66,7 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
 
 
 def attach(exported: Manifest, folder: Path, **choices: Any) -> bridge.Policy:
-    """Attach to it as a program does, by a file in `folder`."""
+    """Attach to the server as a program does, with a manifest in `folder`."""
     path = folder / MANIFEST_NAME
     path.write_text(exported.model_dump_json())
     path.chmod(0o600)

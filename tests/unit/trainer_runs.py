@@ -164,7 +164,7 @@ class FakeMode:
         self.calls.append("revive")
         self.gradients_at_revival.append(sum(parameter.grad is not None for parameter in self.model.parameters()))
         self.process.restart(checkpoint or self.server.manifest.model)
-        spoil(self.model)  # what the dead server's memory holds is lost
+        spoil(self.model)  # the contents of the dead server's memory are lost
         model_folder.load_into(self.model, checkpoint or Path(self.server.manifest.model))
         self.version += 1
 
@@ -204,7 +204,7 @@ class Run:
 
     @property
     def told_before(self) -> list[str]:
-        """The line that the fake server was trained before, as it starts at version 3."""
+        """The log line that the fake server was trained before, since it starts at version 3."""
         return [line for line in self.logged if line.startswith("the server was trained before")]
 
     @property

@@ -1,4 +1,4 @@
-"""Every finding that a check of `bridge doctor` can report is made here, and says how to fix it."""
+"""Every finding that a check of `bridge doctor` can report is produced here, and says how to fix it."""
 
 import ast
 import sys
@@ -17,7 +17,7 @@ REPORTS = {"failed", "warned", "judged"}
 
 
 def reports(file: Path) -> list[ast.Call]:
-    """Return every call in `file` that can make a WARN or a FAIL."""
+    """Return every call in `file` that can produce a WARN or a FAIL."""
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in REPORTS]
     return [*named, *(call for call in calls if isinstance(call.func, ast.IfExp))]

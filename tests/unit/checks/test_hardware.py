@@ -1,4 +1,4 @@
-"""GPU, driver, memory and /dev/shm from facts and files; a real trial of a memfd; the judgement of one of CUDA IPC.
+"""GPU, driver, memory and /dev/shm from facts and files; a real memfd trial; the judgment of a CUDA IPC trial.
 
 Not covered: the trial of CUDA IPC itself (`tests/gpu`).
 """

@@ -246,13 +246,13 @@ def single(folder: Path) -> Path:
 
 
 def add(folder: Path, file: str, *, scale: float, prefix: str = "") -> None:
-    """Write the weights of a model once more, scaled, under other names if there is a prefix."""
+    """Write the weights of a model again, scaled, under different names if there is a prefix."""
     tensors = {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
     save_file({prefix + name: tensor * scale for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
 
 
 def refusal(folder: Path) -> UnsupportedModelError | None:
-    """Return why no server is started for a model; `doctor` says the same of every mode."""
+    """Return why no server is started for a model; `doctor` reports the same for every mode."""
     config = model.read(str(folder))
     assert config is not None
     found = {check.found for check in model.modes(str(folder), config) if check.status != "PASS"}
@@ -339,7 +339,7 @@ def test_embedding_of_a_different_size_is_refused(config: PretrainedConfig, voca
 
 
 def test_files_without_an_embedding_or_a_head_are_not_read(tmp_path: Path) -> None:
-    """Hundreds of files of a large model would take a start seconds."""
+    """Reading the hundreds of files of a large model would delay a start by seconds."""
     folder = sharded(tmp_path / "m")
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"damaged")
     assert model_size.other_rows(folder, 5) == ("model.embed_tokens.weight", tiny.VOCABULARY)
@@ -392,7 +392,7 @@ def test_saving_is_checked_for_a_folder(tmp_path: Path) -> None:
 
 
 def model_folder(folder: Path, *, missing: int = 0) -> str:
-    """Write a base model: its template ends a turn with a token that is no EOS."""
+    """Write a base model whose template ends a turn with a token that is not an EOS token."""
     tokenizer = chat.tokenizer(folder, "qwen2_5")
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(folder)

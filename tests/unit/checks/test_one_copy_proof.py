@@ -174,7 +174,7 @@ def test_checksums_name_the_first_that_differs(server: ToyServer, attached: Atta
 
 
 def truth(attached: AttachedModel, prompt: list[int], token_ids: list[int]) -> list[float]:
-    """What the model itself assigns to `token_ids` after `prompt`."""
+    """Return the log-probabilities that the model itself assigns to `token_ids` after `prompt`."""
     given = torch.tensor([prompt + token_ids])
     with torch.no_grad():
         logits = attached.model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -204,7 +204,7 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
 
 
 EXPERTS = (2, 2)
-"""In how many layers the mixture chooses how many."""
+"""Number of layers with experts, and number of experts per token."""
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_a_mixture_is_verified_with_the_servers_experts(
 def test_a_mixture_in_parts_is_verified_with_the_servers_experts(
     mixture: ToyServer, url_of_other_experts: str, tmp_path: Path
 ) -> None:
-    """By two processes, each with its part of every expert; its own routers choose if the numbers are others."""
+    """By two processes, each with its part of every expert; their own routers choose if the numbers do not match."""
     manifests.write(toy_server.in_parts(mixture, 2), tmp_path / "m.json")
     endpoint = Endpoint(url=url_of_other_experts, reports_experts=True)
     with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:

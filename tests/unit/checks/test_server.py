@@ -81,7 +81,7 @@ def status_with(played: PlayedServer, **changes: Any) -> Check:
 
 
 def test_serving_server_passes(played: PlayedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not asked
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the proxy is not used
     health, fence, numbers = server.answers(played.manifest())
     assert statuses([health, fence, numbers]) == ["PASS", "PASS", "PASS"]
     assert "version 3" in fence.found

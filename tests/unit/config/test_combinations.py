@@ -16,7 +16,7 @@ RELEASED = {"offload_optimizer": True, "gradient_release": True}
 EXPERTS = {**LORA, "lora_target_modules": "q_proj, experts"}
 
 TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    # needed besides, the two choices, the beginning of the error
+    # further choices, the two that exclude each other, the beginning of the error
     (
         {},
         {"gradient_release": True, "context_parallel_size": 2},
@@ -137,7 +137,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def by_configuration(choices: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the choices of the server, of the training run, and of neither."""
+    """Split choices into those of the server, of the training run, and of neither."""
     serve = {key: value for key, value in choices.items() if key in ServeConfig.choices()}
     train = {key: value for key, value in choices.items() if key in TrainConfig.choices()}
     return serve, train, {key: value for key, value in choices.items() if key not in serve and key not in train}

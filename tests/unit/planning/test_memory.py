@@ -97,7 +97,7 @@ def test_adapter_is_trained_beside_a_frozen_base() -> None:
     assert memory_.temporaries == memory.LOGITS_BYTES, "a frozen head has no gradient"
     assert (memory_.can_sleep, disk.can_sleep) == (True, False)
     split = need_of("7B", mode="lora_only", lora_handover="disk", num_ranks=2)
-    assert split.own == disk.own + 2 * PARAMETERS["7B"], "a base that is split is copied whole"
+    assert split.own == disk.own + 2 * PARAMETERS["7B"], "a sharded base is copied in full"
 
 
 def test_frozen_reference_is_held() -> None:
@@ -283,7 +283,7 @@ def test_offloaded_activations_are_planned_in_host_memory() -> None:
 
 
 def test_activations_are_not_planned_on_a_host_without_room() -> None:
-    """A run then keeps it on the GPU; with the flag, the plan follows the flag."""
+    """A run then keeps them on the GPU; with the flag, the plan follows the flag."""
     choices: dict[str, Any] = {"max_new_tokens": 131_072, "offload_optimizer": True}
     on_device, on_host = (need_of("7B", activation_offload=chosen, **choices) for chosen in (False, True))
     kept = on_host.offloaded - on_device.offloaded

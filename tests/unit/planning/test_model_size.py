@@ -1,4 +1,4 @@
-"""The number of parameters in a folder, without loading any."""
+"""The number of parameters in a folder, counted without loading any."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def test_count_equals_that_of_the_transformers_model() -> None:
 
 @pytest.mark.parametrize("family", ["Qwen3.5 (text)", "Qwen3-Next", "GLM-4.5"])
 def test_count_of_unusual_layers_lacks_only_small_norms(family: str) -> None:
-    """Exact but for small norms: those of heads and states."""
+    """Exact except for the small norms of heads and states."""
     from transformers import AutoModelForCausalLM
 
     config = FAMILIES[family]()
@@ -190,4 +190,4 @@ def test_damaged_file_is_named(file: str, content: bytes, tmp_path: Path) -> Non
 def test_missing_model_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="and no model of that name in the hub's cache") as caught:
         ModelSize.of(name)
-    assert ("hf download" in caught.value.hint) == name.startswith("org/")  # no path, and nothing with a space
+    assert ("hf download" in caught.value.hint) == name.startswith("org/")  # neither for a path nor with a space

@@ -1,4 +1,4 @@
-"""A small stand-in for vLLM: it writes a manifest, reports its health, and has an engine process to lose.
+"""A small stand-in for vLLM: it writes a manifest, reports its health, and has an engine process that can be killed.
 
 It is run by path and imports nothing slow.
 """

@@ -153,7 +153,7 @@ def check_host(trainer: TrainConfig) -> None:
 def test_an_offloaded_state_beyond_the_host_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], bytes_per_parameter: int
 ) -> None:
-    """All GPUs of a host hold it once."""
+    """All GPUs of a host together hold the state once."""
     model = str(folder_of(qwen2("7B"), tmp_path / "model"))
     needed = bytes_per_parameter * ModelSize.of(model).num_params
     trainer = TrainConfig.model_validate({"model_name": model, "offload_optimizer": True, **choices})

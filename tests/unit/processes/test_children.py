@@ -420,7 +420,7 @@ def test_a_refusal_that_the_server_prints_is_shown(tmp_path: Path) -> None:
 
 
 def test_error_of_another_program_is_not_a_refusal(tmp_path: Path) -> None:
-    """As compilers print it, whose kernels vLLM builds while it starts; it may do without them."""
+    """Compilers print such errors while vLLM builds kernels at its start, which it may not need."""
     lines = "error: no member named 'bf16'", "torch.OutOfMemoryError: CUDA out of memory", "INFO shutdown"
     (tmp_path / "log").write_text("\n".join(lines))
     assert server_log.own_error(tmp_path / "log") is None

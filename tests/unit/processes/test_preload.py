@@ -76,7 +76,7 @@ def test_failed_imports_are_repeated_by_the_command(log: Path, monkeypatch: pyte
 
 @pytest.mark.timeout(60)
 def test_large_environment_is_passed_without_blocking(log: Path) -> None:
-    """As Kubernetes makes it for many services; the process may hang while it imports."""
+    """Kubernetes sets such an environment for many services; the process may hang while it imports."""
     services = {f"SERVICE_{number}_HOST": "x" * 1000 for number in range(1000)}
     with preloading() as preloaded:
         assert preloaded._child is not None

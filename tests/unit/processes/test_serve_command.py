@@ -558,7 +558,7 @@ def test_taken_ipv6_port_is_refused() -> None:
 
 
 def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server binds it half a minute later; of the kernel's own, another process had one by then."""
+    """The server binds the port half a minute later, when another process may hold an ephemeral port."""
     assert address.free_port("127.0.0.1") < 32768
     with socket.create_server(("127.0.0.1", address.free_port("127.0.0.1"))) as taken:
         only = taken.getsockname()[1]
@@ -623,7 +623,7 @@ def dead() -> ProcessIdentity:
 
 Outcome = type[BridgeError] | str
 MANIFESTS: dict[str, tuple[str | None, Outcome, str]] = {
-    # what lies there -> its text if it is no manifest, the error or what is logged, and its words
+    # content of the path -> its text if it is not a manifest, the error or log level, and words of the message
     "a live server": (None, UsageError, f"live server: pid {os.getpid()} at http://127.0.0.1:9"),
     "another host": (None, UsageError, "host elsewhere"),
     "a dead server": (None, "removed", "is stale"),

@@ -30,7 +30,7 @@ HOST = "127.0.0.1"
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 LIMIT_S = 60.0
 HANG_LIMIT_S = 3.0
-"""Of the tests of a server that hangs."""
+"""Hang limit in the tests of a hanging server."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def served(command: ServerCommand, log: Path, **changed: Any) -> StartedServer:
 
 
 def pid_of(server: StartedServer) -> int | None:
-    """Return its process, if there is one."""
+    """Return the pid of the server's process, if there is one."""
     return server._server.process.pid if server._server else None
 
 
@@ -275,7 +275,7 @@ def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, l
     with pytest.raises(RankError, match="another rank"), served(command, log).running(start_another):
         pytest.fail("it answers after a minute")
     assert not (tmp_path / "other.log").exists()
-    with served(fake(tmp_path / "next", port=command.port), log).running() as server:  # free again
+    with served(fake(tmp_path / "next", port=command.port), log).running() as server:  # both are free again
         assert not is_dead(pid_of(server))
 
 
