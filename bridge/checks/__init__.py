@@ -1,7 +1,7 @@
 """The checks of `bridge doctor` and `bridge verify`: small functions that judge facts, and the record that they return.
 
-*Facts* are what another process reports about torch, the driver and a model (`probe.py`). A *trial* is two processes
-that share memory for real (`hardware.py`).
+*Facts* are what a child process reports about torch, the driver and a model (`probe.py`). A *trial* lets two processes
+actually share memory (`hardware.py`).
 
 May import: `bridge`, psutil, httpx and packaging; torch only in a child process, or in `one_copy_proof.py`.
 """
