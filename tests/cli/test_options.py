@@ -57,7 +57,7 @@ def test_every_field_is_one_shown_flag_in_a_panel(configs: tuple[type[Config], .
         assert field.description, f"{name} has no docstring"
 
 
-def test_a_flag_is_the_fields_name() -> None:
+def test_flag_has_the_name_of_its_field() -> None:
     (config,) = parse("--model-name", "m", "--training-steps", "3", "--lr", "1e-4", "--gradient-checkpointing")
     assert isinstance(config, TrainConfig)
     assert (config.model_name, config.training_steps, config.optimizer.lr, config.compute.gradient_checkpointing) == (
@@ -85,7 +85,7 @@ def test_every_documented_name_sets_the_mode(arguments: tuple[str, ...]) -> None
     assert config.mode == "shared_vllm"
 
 
-def test_flags_win_over_the_environment_which_wins_over_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_environment_which_overrides_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text('model_name = "toml"\ntraining_steps = 1\nseed = 1\nlr = 0.1\n')
     monkeypatch.setenv("BRIDGE_TRAINING_STEPS", "2")

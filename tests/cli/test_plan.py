@@ -120,7 +120,7 @@ def test_every_mode_and_optimizer_has_a_row(plan: Planned) -> None:
     assert (document["num_params"], document["exact"]) == (PARAMETERS["14B"], False)
 
 
-def test_weights_are_sent_from_another_gpu_than_the_servers(plan: Planned) -> None:
+def test_weights_are_sent_from_a_different_gpu(plan: Planned) -> None:
     document = plan("7B", "139.8", "--mode", "none", "--reload", "transfer")
     assert {row["trainer_device"] for row in document["rows"]} == {"cuda:1"}
     assert "--reload transfer" in document["recommended"]
@@ -201,7 +201,7 @@ def test_float32_sums_are_explained_but_not_counted(plan: Planned, page: Callabl
     assert next(row["sums_gib"] for row in many if row["name"] == "adamw, released") == 0
 
 
-def test_best_setup_is_shown_alone_unless_all_are_requested(page: Callable[..., str]) -> None:
+def test_only_the_best_setup_is_shown_unless_all_are_requested(page: Callable[..., str]) -> None:
     best, everything = page("7B", "80"), page("7B", "80", "--all")
     for shown in (best, everything):
         assert shown.index("--optimizer adamw-8bit") < shown.index("--mode shared_vllm, weights once")

@@ -113,7 +113,7 @@ def test_each_rank_trains_on_its_servers_gpu(device: str) -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_replicas_that_compute_passes_together_keep_their_own_servers() -> None:
+def test_context_parallel_replicas_keep_their_own_servers() -> None:
     cut = layout_of(gpus=4, context_parallel_size=2)
     assert (cut.tp_size, cut.cp_size, cut.gpus) == (1, 2, ["7", "6", "5", "4"])
 

@@ -361,7 +361,7 @@ def test_an_address_that_no_other_host_can_use_is_refused(given: str, message: s
         rank_launcher.address(RankLayout(1, "cpu", [None], hosts=2, rendezvous=given))
 
 
-def test_a_name_of_the_loopback_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_of_the_loopback_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with pytest.raises(UsageError, match=r"gpu-1:29400 resolves to 127\.0\.1\.1 on this host, which no other"):

@@ -83,7 +83,7 @@ def rewrite(run: RunDirectory, *changes: tuple[int, dict[str, Any]]) -> None:
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_page_of_a_whole_run_has_every_section_and_chart(tmp_path: Path) -> None:
+def test_page_of_a_complete_run_has_every_section_and_chart(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=60)
     report_runs.write_rollouts(run, report_runs.groups(60, num_problems=12))
     rewrite(run, *((index, {"my_ratio": index / 60, "scores": {"a": index}}) for index in range(60)))

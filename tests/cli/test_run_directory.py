@@ -84,7 +84,7 @@ def test_a_folder_that_bridge_did_not_make_is_refused(tmp_path: Path, case: str)
     assert "--run-dir" in refused.value.hint
 
 
-def test_a_folder_with_files_of_other_names_may_hold_a_run(tmp_path: Path) -> None:
+def test_folder_with_unrelated_files_may_hold_a_run(tmp_path: Path) -> None:
     for name in ("task.py", "vllm_bridge_config.json", "report.html", "checkpoints/best"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -311,7 +311,7 @@ def log(run: RunDirectory, line: str) -> None:
         logging.getLogger("bridge.run").info(line)
 
 
-def test_a_full_disk_is_reported_with_the_file_and_its_room(tmp_path: Path) -> None:
+def test_full_disk_error_names_the_file_and_the_free_space(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     writes: list[Callable[[], None]] = [
         lambda: run.append(metrics(1)),

@@ -36,7 +36,7 @@ def command(tmp_path: Path, *, host: str = "127.0.0.1", shares_weights: bool = T
     )
 
 
-def test_the_trainer_is_pointed_at_the_server_that_was_started(tmp_path: Path) -> None:
+def test_trainer_uses_the_server_that_was_started(tmp_path: Path) -> None:
     train = TrainConfig.of(model_name="m").changed(**command(tmp_path, host="0.0.0.0").server_choices)
     assert (train.server.host, train.server.port) == ("127.0.0.1", 9009)
     assert train.server.config_path == tmp_path / "manifest.json"

@@ -48,7 +48,7 @@ def test_quoted_figures_are_those_of_the_results() -> None:
     assert check.problems() == []
 
 
-def test_right_phrases_and_tables_have_no_problem(tree: Path) -> None:
+def test_correct_phrases_and_tables_have_no_problems(tree: Path) -> None:
     assert problems(tree, f"1.5 times = {SPEED}", "It is **1.5\ntimes** as fast.".replace("**", "")) == []
     assert problems(tree, FORMULAS.format(speed=SPEED), TABLE) == []
     assert problems(tree, "4.4 s, 2.9 s = kept[trl].step_s, kept[bridge].step_s", "4.4 s, 2.9 s") == []

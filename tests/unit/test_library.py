@@ -66,7 +66,7 @@ OF_RUNS = {"endpoint", "fence", "open", "opened", "prepared", "read_state", "tra
 """Further members of a policy that `bridge run` uses; they may change."""
 
 
-def test_the_surface_is_what_programs_rely_on() -> None:
+def test_public_signatures_are_pinned() -> None:
     functions = {name: getattr(bridge, name) for name in bridge.__all__ if name.islower()}
     names = [name for name in dir(bridge.Policy) if not name.startswith("_") and name not in OF_RUNS]
     functions |= {f"Policy.{name}": inspect.getattr_static(bridge.Policy, name) for name in names}
@@ -182,7 +182,7 @@ def test_loss_that_divides_by_a_length_requires_it() -> None:
         ({"temperature": 0}, "SamplingConfig: temperature must be greater than or equal to 0.01, found 0"),
     ],
 )
-def test_a_wrong_choice_is_one_line(wrong: dict[str, Any], words: str) -> None:
+def test_wrong_choice_is_reported_in_one_line(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         bridge.SamplingConfig(**wrong)
     line = f"{caught.value.message} {caught.value.hint}"

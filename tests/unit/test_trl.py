@@ -195,7 +195,7 @@ def test_a_setting_without_effect_is_refused_by_name(policy: bridge.Policy, name
     assert f"leave {name} out" in str(caught.value.hint)
 
 
-def test_all_settings_without_effect_are_refused_at_once(policy: bridge.Policy) -> None:
+def test_all_settings_without_effect_are_refused_together(policy: bridge.Policy) -> None:
     with pytest.raises(UsageError, match=r"use_vllm=True.*vllm_mode='server'|vllm_mode='server'.*use_vllm=True"):
         bridge.for_trl(policy, choices(use_vllm=True, vllm_mode="server"))
 
@@ -289,7 +289,7 @@ def answering(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, *texts: st
     return made
 
 
-def test_tools_of_a_trainer_are_called_and_trained_with(
+def test_tools_of_a_trainer_are_called_and_their_turns_trained(
     chatting: bridge.Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """TRL renders, calls and masks; each turn after a tool's result is sampled from the server, too."""

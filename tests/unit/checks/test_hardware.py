@@ -65,7 +65,7 @@ def test_cgroup_limit_counts_without_its_file_cache(tmp_path: Path, files: dict[
     assert host.cgroup_left_bytes(tmp_path) == left
 
 
-def test_missing_shm_has_no_size(tmp_path: Path) -> None:
+def test_missing_shm_is_reported_without_a_size(tmp_path: Path) -> None:
     assert host.shm_free_bytes(tmp_path / "none") is None
     assert host.shm_free_bytes(tmp_path) is not None
 

@@ -164,7 +164,7 @@ def test_float16_is_refused_before_a_server_starts(
     assert any("in float16" in obstacle.reason for obstacle in found) == (dtype == "float16")
 
 
-def test_a_family_that_vllm_serves_in_bfloat16_may_say_float16(tmp_path: Path) -> None:
+def test_float16_family_served_in_bfloat16_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "dtype": "float16"}))
     start_checks.check_trained_dtype(ServeConfig(model=str(tmp_path)))
 

@@ -53,7 +53,7 @@ def test_bytes_per_parameter_are_as_computed_by_hand(way: tuple[str, bool, bool]
     assert left < 0 if thousands is None else left == pytest.approx(thousands, rel=0.05)
 
 
-def test_parts_around_the_language_model_are_served_and_not_trained() -> None:
+def test_parts_around_the_language_model_are_served_untrained() -> None:
     config = TrainConfig.of(model_name="m")
     alone = Need.of(size_of("7B"), config, gpu_bytes=80 * GIB)
     inside = Need.of(replace(size_of("7B"), num_untrained=10**9), config, gpu_bytes=80 * GIB)
@@ -176,7 +176,7 @@ def test_kv_sleep_is_obeyed_if_the_cache_can_sleep() -> None:
     assert fit(need_of("7B"), kv_sleep="always").kv > fit(need_of("7B"), kv_sleep="never").kv
 
 
-def test_trainer_on_another_gpu_takes_none_of_the_servers() -> None:
+def test_trainer_on_another_gpu_uses_none_of_the_servers_memory() -> None:
     apart = need_of("14B", mode="none", trainer_device="cuda:1", optimizer="adamw-8bit")
     assert fit(apart).kv == pytest.approx(0.9 * H200 - apart.served - apart.engine)
     assert fit(apart).lacking == 0 < fit(need_of("14B", mode="none", optimizer="adamw-8bit")).lacking
@@ -203,7 +203,7 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kv_sleep", ["auto", "always", "never"])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_more_memory_never_fits_less(name: str, kv_sleep: str) -> None:
+def test_more_memory_never_makes_the_fit_worse(name: str, kv_sleep: str) -> None:
     for way in WAYS:
         fits = [fit(need_of(name, gpu_bytes=gib * GIB, **way), kv_sleep=kv_sleep) for gib in range(8, 400, 3)]
         lacking = [fitted.lacking for fitted in fits]
@@ -215,7 +215,7 @@ def test_more_memory_never_fits_less(name: str, kv_sleep: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_sleep_and_smaller_states_never_fit_less(name: str) -> None:
+def test_sleep_and_smaller_states_never_make_the_fit_worse(name: str) -> None:
     for gib in range(8, 400, 14):
         kinds = [need_of(name, gpu_bytes=gib * GIB, optimizer=kind) for kind in OPTIMIZERS]
         for need in kinds:

@@ -47,7 +47,7 @@ def test_a_longer_sequence_gets_a_larger_share(tmp_path: Path) -> None:
     assert shares[2] * 140 > 14.2 + 4.5 + 131072 * 57344 / GIB
 
 
-def test_an_adapter_leaves_more_and_a_second_copy_less(
+def test_adapter_leaves_vllm_more_and_a_second_copy_less(
     tmp_path: Path,
 ) -> None:
     small: dict[str, Any] = {"micro_batch_tokens": 4096, "gradient_checkpointing": True}
@@ -150,7 +150,7 @@ def check_host(trainer: TrainConfig) -> None:
         ({"max_new_tokens": 65_536}, 12),
     ],
 )  # fmt: skip
-def test_an_offloaded_state_beyond_the_host_is_refused(
+def test_offloaded_state_larger_than_host_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], bytes_per_parameter: int
 ) -> None:
     """All GPUs of a host together hold the state once."""

@@ -137,7 +137,7 @@ def test_an_abandoned_start_stops_the_server(tmp_path: Path, log: Path) -> None:
     assert all(map(is_dead, pids))
 
 
-def test_a_server_lives_as_long_as_the_context(tmp_path: Path, log: Path) -> None:
+def test_server_runs_for_the_duration_of_the_context(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
         assert answer(command) == "first as None"
@@ -329,7 +329,7 @@ def test_an_interrupt_stops_the_server(tmp_path: Path, log: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_a_restart_at_once(tmp_path: Path, log: Path, number: signal.Signals) -> None:
+def test_interrupt_ends_a_restart_immediately(tmp_path: Path, log: Path, number: signal.Signals) -> None:
     before, others = signal.getsignal(number), set(psutil.Process().children(recursive=True))
     command = fake(tmp_path, "--slow-start-s", "600")
     with pytest.raises(KeyboardInterrupt), deferred_interrupt(), served(command, log).running() as server:
@@ -411,7 +411,7 @@ def test_a_busy_server_is_not_taken_for_a_hanging_one(tmp_path: Path, log: Path)
         assert not is_dead(pid_of(server))
 
 
-def test_the_watchdog_is_quiet_during_a_restart(tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_watchdog_does_nothing_during_a_restart(tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture) -> None:
     command = fake(tmp_path, "--slow-start-s", str(2 * HANG_LIMIT_S))
     with served(command, log, hang_limit_s=HANG_LIMIT_S).running() as server:
         server.restart("second")
