@@ -191,7 +191,8 @@ def serve(
         ServerUnreachableError: vLLM does not start; the message has the reason, the hint the path of its log.
         BridgeError: `bridge.attach` failed.
     """
-    folder, pid = Path(tempfile.mkdtemp(prefix="bridge-serve-")), os.getpid()
+    folder = Path(tempfile.mkdtemp(prefix="bridge-serve-"))
+    pid = os.getpid()
     given = {"model": str(model), "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
     try:
         if lora is not None:

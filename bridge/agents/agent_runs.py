@@ -236,7 +236,11 @@ class Run:
 
 
 def _document(request: TurnRequest, completion: Completion, message: dict[str, Any]) -> Document:
-    reason = "tool_calls" if message.get("tool_calls") else "stop" if completion.finish_reason == "stop" else "length"
+    reason = "length"
+    if message.get("tool_calls"):
+        reason = "tool_calls"
+    elif completion.finish_reason == "stop":
+        reason = "stop"
     num_prompt = len(request.token_ids)
     num_sampled = len(completion.token_ids)
     return {

@@ -144,9 +144,12 @@ def _stop(given: Any) -> tuple[str, ...]:
 
 def key(message: Mapping[str, Any]) -> str:
     """Return a key that equal messages share: the role, the text and the calls."""
-    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    role = message["role"]
+    content = message["content"]
+    if role == "assistant":
+        content = content.strip()
     calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
-    return json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True)
+    return json.dumps([role, content, calls, message.get("tool_call_id")], sort_keys=True)
 
 
 def _message(message: Any) -> dict[str, Any]:

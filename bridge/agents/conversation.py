@@ -191,8 +191,10 @@ class Conversation:
         before = EMPTY_THOUGHT.sub("", self._rendered([USER], is_open=True))
         whole = self._rendered([USER, _turn(calls)])
         turn_text = EMPTY_THOUGHT.sub("", whole[len(before) :]).partition(self._end)[0]
-        read = [name for name in FORMATS if [(call.name, call.arguments) for call in parsed(turn_text, name)]
-                == [(call.name, call.arguments) for call in calls]]  # fmt: skip
+        expected = [(call.name, call.arguments) for call in calls]
+        read = [
+            name for name in FORMATS if [(call.name, call.arguments) for call in parsed(turn_text, name)] == expected
+        ]
         if not read:
             self._refuse(
                 f"writes a call of a tool as {shortened(repr(turn_text))}, which Bridge cannot read",

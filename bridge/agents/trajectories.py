@@ -74,21 +74,24 @@ class SequenceBuilder:
         self.logprobs += [math.nan] * count
         self.versions += [None] * count
         self.sampled += [False] * count
-        self.kept += [NOT_SAMPLED] * count if self.kept else []
+        if self.kept:
+            self.kept += [NOT_SAMPLED] * count
 
     def completion(self, start: int) -> Completion:
         """Return it as a completion of the shared prompt, the first `start` tokens of its own."""
         rest = self.prompt[start:]
+        count = len(rest)
         lines = [f"{entry.get('name', entry['role'])}: {entry['text']}" for entry in self.transcript]
+        kept = [NOT_SAMPLED] * count + self.kept if self.kept else []
         return Completion(
             token_ids=(*rest, *self.token_ids),
-            logprobs=(*(math.nan for _ in rest), *self.logprobs),
+            logprobs=(*[math.nan] * count, *self.logprobs),
             text=encodable("\n".join(lines)),
             transcript=tuple(self.transcript),
             finish_reason=self.finish_reason,
-            versions=(*(None for _ in rest), *self.versions),
-            sampled=(*(False for _ in rest), *self.sampled),
-            kept=(*(NOT_SAMPLED for _ in rest), *self.kept) if self.kept else (),
+            versions=(*[None] * count, *self.versions),
+            sampled=(*[False] * count, *self.sampled),
+            kept=tuple(kept),
             tool_errors=self.tool_errors,
             experts=self.experts,
         )

@@ -68,8 +68,10 @@ def _completion(group: ScoredGroup, index: int, start: int, flags: tuple[bool, .
 def _versions(group: ScoredGroup, index: int, flags: tuple[bool, ...]) -> tuple[int | None, ...]:
     """Return the version that sampled each token, if the environment sends them."""
     runs = _override(group, index, WEIGHT_VERSIONS)
-    of_sampled = (version for version, count in runs or () for _ in range(count))
-    return tuple(next(of_sampled) if own else None for own in flags) if runs else ()
+    if not runs:
+        return ()
+    of_sampled = (version for version, count in runs for _ in range(count))
+    return tuple(next(of_sampled) if own else None for own in flags)
 
 
 def _override(group: ScoredGroup, index: int, name: str) -> Any:
@@ -79,12 +81,14 @@ def _override(group: ScoredGroup, index: int, name: str) -> Any:
 def _advantages(
     advantages: Sequence[Numbers], flags: Sequence[tuple[bool, ...]], start: int
 ) -> tuple[tuple[float, ...], ...]:
-    return tuple(
-        tuple(_number(value) if own else 0.0 for value, own in zip(given, row, strict=True))[start:]
-        if len(given) == len(row)
-        else (_number(given[0]),)
-        for given, row in zip(advantages, flags, strict=True)
-    )
+    read = []
+    for given, row in zip(advantages, flags, strict=True):
+        if len(given) == len(row):
+            of_tokens = [_number(value) if own else 0.0 for value, own in zip(given, row, strict=True)]
+            read.append(tuple(of_tokens[start:]))
+        else:
+            read.append((_number(given[0]),))
+    return tuple(read)
 
 
 def _sampled(mask: tuple[int, ...]) -> tuple[bool, ...]:

@@ -154,18 +154,19 @@ def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
     plain = [metric for metric in METRICS.values() if metric.items is None]
     of_steps = {metric.name for metric in plain if metric.name not in OF_EVALUATIONS} | {*of_loss}
     known = [*of_steps, *(f"eval_{metric.name}" for metric in plain if metric.held_out)]
-    if condition[1] not in known:
-        near = difflib.get_close_matches(condition[1], known, n=1)
-        raise UsageError(
-            f"--stop-at: there is no metric {condition[1]!r}",
-            hint=f"did you mean {near[0]}?"
-            if near
-            else "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it",
-        )
-    of_evaluation = condition[1] not in of_steps
-    name = condition[1].removeprefix("eval_" if of_evaluation else "")
-    compare = COMPARISONS[condition[2]]
-    bound = condition[3]
-    return lambda record: (
-        isinstance(record, Evaluation) == of_evaluation and compare(number(record, name), float(bound))
-    )
+    name, comparison, bound = condition.groups()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it"
+        if near:
+            hint = f"did you mean {near[0]}?"
+        raise UsageError(f"--stop-at: there is no metric {name!r}", hint=hint)
+    of_evaluation = name not in of_steps
+    field = name.removeprefix("eval_") if of_evaluation else name
+    compare = COMPARISONS[comparison]
+    limit = float(bound)
+
+    def is_reached(record: StepMetrics) -> bool:
+        return isinstance(record, Evaluation) == of_evaluation and compare(number(record, field), limit)
+
+    return is_reached

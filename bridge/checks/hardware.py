@@ -86,17 +86,21 @@ def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *,
         found = "no NVIDIA driver in this machine or container"
         hint = "docker run --gpus all ..., or: bridge doctor --device cpu"
     elif facts.torch is not None and facts.torch_cuda is None:
-        found, hint = f"hidden from torch {facts.torch}, a CPU build", REPLACE_CPU_BUILD
+        found = f"hidden from torch {facts.torch}, a CPU build"
+        hint = REPLACE_CPU_BUILD
     elif visible is not None:
         found = f"none visible: CUDA_VISIBLE_DEVICES={visible!r} hides them"
         hint = "unset CUDA_VISIBLE_DEVICES"
     else:
-        found, hint = f"unusable: {facts.cuda_error or facts.trouble or 'torch finds none'}", RELOAD
+        found = f"unusable: {facts.cuda_error or facts.trouble or 'torch finds none'}"
+        hint = RELOAD
     return (failed if device == "cuda" else warned)(name, found, expected, hint)
 
 
 def driver_runs_torch(facts: Facts) -> Check:
-    name, needs, has = "NVIDIA driver", facts.torch_cuda, facts.driver_cuda
+    name = "NVIDIA driver"
+    needs = facts.torch_cuda
+    has = facts.driver_cuda
     if needs is None:
         return skipped(name, ON_THE_CPU, "new enough for torch's CUDA")
     expected = f"CUDA {needs.partition('.')[0]}.0 or newer: torch was built for CUDA {needs}"
@@ -108,9 +112,13 @@ def driver_runs_torch(facts: Facts) -> Check:
 
 
 def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
-    name, total_gib = "GPU memory", gpu.total_bytes / GIB
-    needed_gib = TRAINING_GIB if server_lives else SHARE_FOR_BOTH * total_gib
-    expected = f"at least {needed_gib:.0f} GiB free for {'the trainer' if server_lives else 'a server and a trainer'}"
+    name = "GPU memory"
+    total_gib = gpu.total_bytes / GIB
+    needed_gib = SHARE_FOR_BOTH * total_gib
+    expected = f"at least {needed_gib:.0f} GiB free for a server and a trainer"
+    if server_lives:
+        needed_gib = TRAINING_GIB
+        expected = f"at least {needed_gib:.0f} GiB free for the trainer"
     if gpu.free_bytes is None:
         hint = "nvidia-smi lists the processes that use the GPU: stop yours"
         return failed(name, f"{gpu.name}: {gpu.error or 'the driver does not report it'}", expected, hint)
@@ -124,28 +132,30 @@ def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
 
 
 def main_memory(available: int, cgroup_left: int | None) -> Check:
-    limited = cgroup_left is not None and cgroup_left < available
-    left = min(available, available if cgroup_left is None else cgroup_left)
-    return judged(
-        "Main memory", left >= NEEDED_GIB * GIB,
-        f"{left / GIB:.1f} GiB available" + (" within the container's limit" if limited else ""),
-        f"at least {NEEDED_GIB:.0f} GiB available in addition to the weights",
-        f"{'docker run --memory=8g ...' if limited else 'stop other programs'}, or use a smaller model",
-        otherwise="WARN",
-    )  # fmt: skip
+    left = available
+    where = ""
+    hint = "stop other programs, or use a smaller model"
+    if cgroup_left is not None and cgroup_left < available:
+        left = cgroup_left
+        where = " within the container's limit"
+        hint = "docker run --memory=8g ..., or use a smaller model"
+    found = f"{left / GIB:.1f} GiB available{where}"
+    expected = f"at least {NEEDED_GIB:.0f} GiB available in addition to the weights"
+    return judged("Main memory", left >= NEEDED_GIB * GIB, found, expected, hint, otherwise="WARN")
 
 
 def shm_space(free: int | None) -> Check:
     """Check that message queues fit into /dev/shm, which has `free` bytes; None: it does not exist."""
-    size = free or 0
-    found = f"{size / GIB:.1f} GiB free" if size >= GIB else f"{size / MIB:.0f} MiB free"
-    return judged(
-        "/dev/shm", size >= NEEDED_SHM_MIB * MIB,  # noqa: S108  a name
-        "missing" if free is None else found,
-        f"at least {NEEDED_SHM_MIB:.0f} MiB free for message queues",
-        "docker run --shm-size=1g ..., or: sudo mount -o remount,size=1g /dev/shm",
-        otherwise="WARN",
-    )  # fmt: skip
+    if free is None:
+        found = "missing"
+    elif free >= GIB:
+        found = f"{free / GIB:.1f} GiB free"
+    else:
+        found = f"{free / MIB:.0f} MiB free"
+    has_room = (free or 0) >= NEEDED_SHM_MIB * MIB
+    expected = f"at least {NEEDED_SHM_MIB:.0f} MiB free for message queues"
+    hint = "docker run --shm-size=1g ..., or: sudo mount -o remount,size=1g /dev/shm"
+    return judged("/dev/shm", has_room, found, expected, hint, otherwise="WARN")  # noqa: S108  a name
 
 
 def over_memfd() -> Check:

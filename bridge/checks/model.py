@@ -161,15 +161,17 @@ def unblocked(config: Config | None, size: int, num_ranks: int) -> str:
     Empty: there is none, or it is unknown. vLLM quantizes the inputs of a layer in groups of `size`.
     """
     described = _language(config)
-    heads, hidden = described.get("num_attention_heads"), described.get("hidden_size")
-    head = described.get("head_dim") or (hidden // heads if hidden and heads else None)
+    heads = described.get("num_attention_heads")
+    hidden = described.get("hidden_size")
+    head = described.get("head_dim")
+    if not head and hidden and heads:
+        head = hidden // heads
+    of_heads = head * heads if head and heads else None
     vision = (config or {}).get("vision_config") or {}  # vLLM quantizes it, too
-    inputs = {
-        "hidden_size": (hidden, 1), "the width of all heads": (head and heads and head * heads, num_ranks),
-        **{name: (described.get(name), num_ranks) for name in EXPANDED},
-        **{f"the vision model's {name}": (vision.get(name), num_ranks) for name in ("hidden_size", *EXPANDED)},
-    }  # fmt: skip
-    for name, (width, parts) in inputs.items():
+    inputs = [("hidden_size", hidden, 1), ("the width of all heads", of_heads, num_ranks)]
+    inputs += [(name, described.get(name), num_ranks) for name in EXPANDED]
+    inputs += [(f"the vision model's {name}", vision.get(name), num_ranks) for name in ("hidden_size", *EXPANDED)]
+    for name, width, parts in inputs:
         if isinstance(width, int) and width % (parts * size):
             return f"{name} {width}"
     return ""
@@ -210,7 +212,8 @@ def obstacles(config: Config) -> list[Obstacle]:
     if is_inside:
         reason = f"a {config.get('model_type', 'model')}, whose language model is one part of several"
         problems.append(Obstacle(reason, f"--mode {SHARED}, which leaves the other parts unchanged", (LORA, NONE)))
-    names, suffixes = config.get("architectures") or [], (*CAUSAL, INSIDE) if is_inside else CAUSAL
+    names = config.get("architectures") or []
+    suffixes = (*CAUSAL, INSIDE) if is_inside else CAUSAL
     if names and not any(str(name).endswith(suffixes) for name in names):
         problems.append(Obstacle(f"{', '.join(names)}: not a causal language model"))
     others = f"--mode {LORA} or --mode {NONE}"
@@ -294,12 +297,16 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
         return
     against = obstacles(config) or contradictions(model, config) or unbuildable(model, config)
     first = {mode: next((obstacle for obstacle in against if mode in obstacle.modes), None) for mode in MODES}
+    is_trainable = None in first.values()
     for mode, obstacle in first.items():
-        name, expected = f"Model, {mode}", f"{model} can be trained by --mode {mode}"
+        name = f"Model, {mode}"
+        expected = f"{model} can be trained by --mode {mode}"
         if obstacle is None:
             yield passed(name, f"its configuration allows it{_notes(config, mode)}", expected)
+        elif is_trainable:
+            yield warned(name, obstacle.reason, expected, obstacle.hint)
         else:
-            yield (warned if None in first.values() else failed)(name, obstacle.reason, expected, obstacle.hint)
+            yield failed(name, obstacle.reason, expected, obstacle.hint)
 
 
 def saving(model: str) -> Iterator[Check]:
@@ -307,14 +314,17 @@ def saving(model: str) -> Iterator[Check]:
     folder = paths.expanded(model)
     if not paths.is_folder(folder):
         return
-    name, expected = "Model, saving", f"checkpoints contain the other files of {model} beside its weights"
+    name = "Model, saving"
+    expected = f"checkpoints contain the other files of {model} beside its weights"
     try:
         files = model_files.source_files(folder)
     except UsageError as error:
         yield failed(name, error.message, expected, error.hint)
     else:
         found = f"{CONFIG_NAME} and {len(files.paths)} other files"
-        yield passed(name, f"{found}; {note}" if (note := files.note()) else found, expected)
+        if note := files.note():
+            found += f"; {note}"
+        yield passed(name, found, expected)
 
 
 def tokens(facts: probe.Facts) -> Iterator[Check]:
@@ -337,20 +347,23 @@ def tokens(facts: probe.Facts) -> Iterator[Check]:
         )  # fmt: skip
     else:
         what = f"{found.end_of_turn} ({found.end_id}) ends a turn"
-        more = "is not an eos_token_id: Bridge ends completions there, but a server of the trained model would not"
-        yield judged(
-            turn, found.stops_there, what if found.stops_there else f"{what}, but {more}", expected_end,
-            f"add {found.end_id} to eos_token_id in its generation_config.json", otherwise="WARN",
-        )  # fmt: skip
+        if not found.stops_there:
+            what += (
+                ", but is not an eos_token_id: Bridge ends completions there, but a server of the trained model would"
+                " not"
+            )
+        hint = f"add {found.end_id} to eos_token_id in its generation_config.json"
+        yield judged(turn, found.stops_there, what, expected_end, hint, otherwise="WARN")
     if found.num_embeddings is None:
         yield skipped(rows, f"{found.num_tokens:,} tokens; its configuration has no vocab_size", expected_rows)
         return
-    every = "; every prompt of chat messages has one of them" if found.chat_is_beyond else ""
-    counts = f"{found.num_tokens:,} tokens, {found.num_embeddings:,} embeddings"
-    yield judged(
-        rows, not found.beyond, f"{found.beyond}{every}" if found.beyond else counts, expected_rows, RESIZE,
-        otherwise="FAIL" if found.chat_is_beyond else "WARN",
-    )  # fmt: skip
+    if not found.beyond:
+        yield passed(rows, f"{found.num_tokens:,} tokens, {found.num_embeddings:,} embeddings", expected_rows)
+    elif found.chat_is_beyond:
+        every = "every prompt of chat messages has one of them"
+        yield failed(rows, f"{found.beyond}; {every}", expected_rows, RESIZE)
+    else:
+        yield warned(rows, found.beyond, expected_rows, RESIZE)
 
 
 def sight(config: Config) -> str:

@@ -98,7 +98,8 @@ def proofs(
             yield from of_part(part, [checksums])
             if attached.shard.quantized:
                 yield from of_part(part, [quantized_weights(attached, client.digests(part, quantized=True))])
-    status, model = client.status(), prepared.model
+    status = client.status()
+    model = prepared.model
     endpoint = Endpoint(url=client.url, model=adapter, reports_experts=status.experts is not None)
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
         groups = sample(sampler, endpoint, model.config.get_text_config().vocab_size)
@@ -124,12 +125,12 @@ def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
     """Return what a live server serves; the server is paused meanwhile."""
     exported = manifest.load(config_path)
     with BridgeClient(exported, timeout_s=timeout_s) as client, fence.frozen(client):
-        checksums = {
-            f"{name}{suffix}, part {part}" if part else f"{name}{suffix}": text
-            for part in range(exported.tp_degree)
-            for suffix, of_fp8 in fp8.DIGESTED.items()
-            for name, text in client.digests(part, quantized=of_fp8).items()
-        }
+        checksums: dict[str, str] = {}
+        for part in range(exported.tp_degree):
+            where = f", part {part}" if part else ""
+            for suffix, of_fp8 in fp8.DIGESTED.items():
+                for name, text in client.digests(part, quantized=of_fp8).items():
+                    checksums[f"{name}{suffix}{where}"] = text
         return Served(client.status().version, checksums)
 
 
@@ -165,7 +166,8 @@ def storages(attached: AttachedModel) -> Check:
 
 
 def bytes_allocated(attached: AttachedModel) -> Check:
-    count, words = attached.weight_bytes(), "bytes of weights allocated by the trainer"
+    count = attached.weight_bytes()
+    words = "bytes of weights allocated by the trainer"
     return judged("weight bytes", count == 0, f"{count} {words}", f"0 {words}", RESTART)
 
 
@@ -193,7 +195,8 @@ def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
     """Check, inside the fence, that both processes read the same value in one element of every parameter."""
     yield skipped("marks", "a trainer is updating this server: nothing else may write now", "no trainer")
     elements, cells = _middles(attached)
-    ours, theirs = [cell.item() for cell in cells], client.read(elements)
+    ours = [cell.item() for cell in cells]
+    theirs = client.read(elements)
     equal = sum(map(_is_same, ours, theirs))
     found = f"{equal} of {len(ours)} values are equal"
     yield judged("values", equal == len(ours), found, "the same value from both sides", RESTART)
@@ -230,7 +233,8 @@ def logprobs(diffs: torch.Tensor, limit: float = LOGPROB_MEAN_LIMIT, *, have_sam
     How far two healthy engines differ depends on the model. If they `have_same_weights`, exceeding the limit is only a
     warning: the engines compute differently, but with the same weights.
     """
-    mean, largest = diffs.mean().item(), diffs.max().item()
+    mean = diffs.mean().item()
+    largest = diffs.max().item()
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
     hint = "compare the versions of transformers and vLLM, and the model's configuration"
     if have_same_weights and mean <= SAME_WEIGHTS_LIMIT:
@@ -309,7 +313,8 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
     """Compute `logprob_diffs` of the groups on stdin together with the ranks of the other parts; rank 0 prints them."""
     os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
     experts, *groups = messages.loads(sys.stdin.buffer.read())
-    exported, part = manifest.load(Path(path)), int(rank)
+    exported = manifest.load(Path(path))
+    part = int(rank)
     uuid, count = exported.shards[part].gpu_uuid, exported.tp_degree
     device = torch.device("cpu") if uuid is None else cuda_ipc.device_of(uuid)
     if device.type == "cuda":

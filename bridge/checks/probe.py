@@ -98,7 +98,8 @@ def parse(ended: Ended) -> Facts:
         if line.startswith(FACTS):
             facts = json.loads(line)["probe"]
             known |= {**facts, "imports": known["imports"] | facts.get("imports", {})}
-    doing, trouble = known.pop("doing"), ended.trouble()
+    doing = known.pop("doing")
+    trouble = ended.trouble()
     if trouble and doing:
         trouble = f"{trouble} ({doing})"
     return Facts.model_validate(known | {"trouble": trouble})

@@ -68,18 +68,24 @@ def examine(given: Path | None) -> Examined:
 
 def same_versions(manifest: Manifest, here: Mapping[str, str | None]) -> Check:
     """Check that server and trainer have the same package versions: the format of torch's handles is not stable."""
-    there = {name: version for name, version in manifest.versions.items() if name in here}
-    versions = ", ".join(f"{name} {version}" for name, version in there.items())
-    other = [f"{name} {here[name] or '(not installed)'}" for name, version in there.items() if here[name] != version]
-    return judged(
-        "Server's versions", not other, f"here: {', '.join(other)}" if other else versions,
-        f"the server's: {versions}",
-        "run server and trainer in one virtual environment, or restart the server after an upgrade", otherwise="WARN",
-    )  # fmt: skip
+    name = "Server's versions"
+    there = {package: version for package, version in manifest.versions.items() if package in here}
+    versions = ", ".join(f"{package} {version}" for package, version in there.items())
+    expected = f"the server's: {versions}"
+    other = [
+        f"{package} {here[package] or '(not installed)'}"
+        for package, version in there.items()
+        if here[package] != version
+    ]
+    if not other:
+        return passed(name, versions, expected)
+    hint = "run server and trainer in one virtual environment, or restart the server after an upgrade"
+    return warned(name, f"here: {', '.join(other)}", expected, hint)
 
 
 def same_gpu(manifest: Manifest, visible: Collection[str]) -> Check:
-    name, needed = "Server's GPU", {shard.gpu_uuid for shard in manifest.shards if shard.gpu_uuid}
+    name = "Server's GPU"
+    needed = {shard.gpu_uuid for shard in manifest.shards if shard.gpu_uuid}
     if not needed:
         return passed(name, "not needed: the weights are in main memory", "every GPU that holds weights is visible")
     all_needed = ",".join(sorted(needed))
@@ -178,7 +184,8 @@ def _state(status: Status, expected: str) -> Check:
 def _numbers(client: BridgeClient, manifest: Manifest) -> Check:
     expected = "every weight is a finite number"
     try:
-        scan, status = client.finiteness(), client.status()
+        scan = client.finiteness()
+        status = client.status()
     except BridgeError as error:
         return skipped(NUMBERS, error.message, expected, f"{START} {manifest.model}")
     return judged(NUMBERS, not scan.not_finite, scan.found(), expected, status.hint())
@@ -226,7 +233,8 @@ def port(number: int, server_pid: int | None, others: Mapping[int, str] = Mappin
     `others`: pid of each other running server of Bridge -> its name in messages.
     """
     taken = listening()
-    name, expected = f"Port {number}", "free, or taken by the manifest's server"
+    name = f"Port {number}"
+    expected = "free, or taken by the manifest's server"
     if number not in taken:
         found = "free" if server_pid is None else f"free, although the server (pid {server_pid}) is running"
         hint = "see why in its log, and restart it: bridge serve-vllm --model MODEL"

@@ -56,21 +56,23 @@ def python_version(version: tuple[int, int]) -> Check:
 
 def packages_complete(requires: Sequence[str], versions: Callable[[str], str | None]) -> Check:
     """Check that every package that Bridge's metadata `requires` is installed in a matching version."""
-    from packaging.requirements import Requirement
-
-    needed = [needs for text in requires if (needs := Requirement(text)).marker is None]  # others are optional
-    found = {needs: versions(needs.name) for needs in needed}
-    missing = [needs.name for needs, version in found.items() if version is None]
-    old = [
-        f"{needs.name} {version}"
-        for needs, version in found.items()
-        if version is not None and not needs.specifier.contains(version, prereleases=True)
-    ]
-    faults = [f"{', '.join(missing)} not installed"] * bool(missing) + [f"{', '.join(old)} does not fit"] * bool(old)
-    return judged(
-        "Packages", not faults, "; ".join(faults) or f"all {len(needed)} are installed", "all that Bridge needs",
-        "in Bridge's folder: make setup, or pip install -e . with this Python",
-    )  # fmt: skip
+    needed = [needs for needs in map(Requirement, requires) if needs.marker is None]  # others are optional
+    missing: list[str] = []
+    old: list[str] = []
+    for needs in needed:
+        version = versions(needs.name)
+        if version is None:
+            missing.append(needs.name)
+        elif not needs.specifier.contains(version, prereleases=True):
+            old.append(f"{needs.name} {version}")
+    faults: list[str] = []
+    if missing:
+        faults.append(f"{', '.join(missing)} not installed")
+    if old:
+        faults.append(f"{', '.join(old)} does not fit")
+    found = "; ".join(faults) or f"all {len(needed)} are installed"
+    hint = "in Bridge's folder: make setup, or pip install -e . with this Python"
+    return judged("Packages", not faults, found, "all that Bridge needs", hint)
 
 
 def our_requirements() -> list[str]:
@@ -125,28 +127,32 @@ def vllm_requirement(vllm: str, requires: Sequence[str], package: str, version: 
 
     A wrong version is a warning: some versions of vLLM run on an older torch than the one they pin.
     """
-    pinned = [
-        pin
+    pins = [
+        pin.specifier
         for pin in map(Requirement, requires)
         if pin.name == package and (pin.marker is None or pin.marker.evaluate({"extra": ""}))
     ]
-    expected = " and ".join(f"{package}{pin.specifier}" for pin in pinned) or f"any {package}"
-    fits = all(version and pin.specifier.contains(version, prereleases=True) for pin in pinned)
+    needed = [f"{package}{pin}" for pin in pins]
+    expected = " and ".join(needed) or f"any {package}"
+    fits = all(version and pin.contains(version, prereleases=True) for pin in pins)
     if not fits:
         expected += f", required by {vllm.partition(' ')[0]}: another may run, or fail with an undefined symbol"
-    return judged(
-        f"vLLM and {package}", fits, f"{vllm} with {package} {version or '(not installed)'}", expected,
-        f"pip install {' '.join(repr(f'{pin.name}{pin.specifier}') for pin in pinned)}", otherwise="WARN",
-    )  # fmt: skip
+    found = f"{vllm} with {package} {version or '(not installed)'}"
+    hint = f"pip install {' '.join(map(repr, needed))}"
+    return judged(f"vLLM and {package}", fits, found, expected, hint, otherwise="WARN")
 
 
 def transformers_imports(facts: "Facts", version: str | None) -> Check:
-    fault = "not installed" if version is None else facts.import_error("transformers")
-    hint = 'pip install "transformers>=5"'
-    if version and facts.torch:
-        hint = f'pip uninstall -y {UNUSED_BY_TEXT}; pip install --force-reinstall --no-deps "transformers>=5"'
-    found = f"{version}: {fault}" if version and fault else fault or str(version)
-    return judged("transformers", fault is None, found, "AutoModelForCausalLM can be imported", hint)
+    expected = "AutoModelForCausalLM can be imported"
+    install = 'pip install "transformers>=5"'
+    if version is None:
+        return failed("transformers", "not installed", expected, install)
+    fault = facts.import_error("transformers")
+    if fault is None:
+        return passed("transformers", version, expected)
+    if facts.torch:
+        install = f'pip uninstall -y {UNUSED_BY_TEXT}; pip install --force-reinstall --no-deps "transformers>=5"'
+    return failed("transformers", f"{version}: {fault}", expected, install)
 
 
 def torchvision_fits(facts: "Facts", version: str | None) -> Check:
@@ -186,7 +192,8 @@ def obstacle(device: Device) -> Check | None:
 
 def bytecode_kept(package: str) -> Check:
     """Check that Python does not recompile installed packages at every start; `package` stands for all of them."""
-    spec, expected = importlib.util.find_spec(package), "kept: without it, every start takes seconds longer"
+    spec = importlib.util.find_spec(package)
+    expected = "kept: without it, every start takes seconds longer"
     if spec is None or spec.origin is None or spec.cached is None:
         return skipped("Bytecode", f"{package} is not installed as files", expected)
     folder = Path(spec.origin).parent
@@ -202,7 +209,8 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     taken = [name for name in ("bridge/__init__.py", "bridge.py") if (folder / name).exists()]
     hint = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
     if not taken and (folder / "bridge").is_dir() and not _wins_against_folders():  # such as a clone of Bridge
-        taken, hint = ["bridge"], "make setup in Bridge's clone, or rename the folder"
+        taken = ["bridge"]
+        hint = "make setup in Bridge's clone, or rename the folder"
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
     return judged("Current folder", is_ours, found, "no other bridge in it", hint, otherwise="WARN")

@@ -47,7 +47,9 @@ class Config(Section):
         for name, value, origin in _given(flags, toml, (cls, *beside)):
             key = cls.field_of(name)
             if key is not None:
-                given[key], origins[key], names[key] = value, origin, name
+                given[key] = value
+                origins[key] = origin
+                names[key] = name
             elif not any(other.field_of(name) for other in beside):
                 raise _unknown(name, value, origin, (cls, *beside))
         try:
@@ -56,8 +58,9 @@ class Config(Section):
             keys = {choice.path: key for key, choice in cls.choices().items()}
             faults = "; ".join(_fault(fault, keys, origins) for fault in error.errors())
             causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
-            hints = (cause.hint for cause in causes if isinstance(cause, UsageError))
-            raise UsageError(faults, hint=next(hints, "see --help for every choice and its default")) from error
+            hints = [cause.hint for cause in causes if isinstance(cause, UsageError)]
+            hint = hints[0] if hints else "see --help for every choice and its default"
+            raise UsageError(faults, hint=hint) from error
         for key, reason, hint in config.misread(names):
             raise UsageError(f"{origins[key]}: {reason}", hint=hint)
         return config
@@ -124,7 +127,8 @@ class Config(Section):
         document = self.model_dump(mode="json")
         before = flattened(type(self), document)
         after = flattened(type(self), (settled or self).model_dump(mode="json"))
-        return {**document, "derived": {key: value for key, value in after.items() if value != before[key]}}
+        derived = {key: value for key, value in after.items() if value != before[key]}
+        return {**document, "derived": derived}
 
     @classmethod
     def written(cls, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,9 +136,11 @@ class Config(Section):
 
         Runs of earlier versions wrote flat keys and nothing derived.
         """
-        choices = {name: value for name, value in document.items() if name != "derived"}
+        choices = flattened(cls, {name: value for name, value in document.items() if name != "derived"})
         derived = document.get("derived")
-        return {**flattened(cls, choices), **(derived if isinstance(derived, Mapping) else {})}
+        if isinstance(derived, Mapping):
+            choices |= derived
+        return choices
 
     @model_validator(mode="before")
     @classmethod
@@ -168,7 +174,8 @@ def _entries(classes: tuple[type[Config], ...], document: Mapping[str, Any]) -> 
             yield name, value, ""
         else:
             for field, inner in value.items():
-                yield (section.key(field) if field in section.model_fields else field), inner, name
+                key = section.key(field) if field in section.model_fields else field
+                yield key, inner, name
 
 
 def _section(cls: type[Config], name: str) -> type[Section] | None:
@@ -181,13 +188,16 @@ def _given(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, value, origin for messages) of everything given, the source with the highest precedence last."""
     for name, value, table in _entries(classes, _from_toml(toml)):
-        yield name, value, f"{name} in [{table}] of {toml}" if table else f"{name} in {toml}"
+        place = f"[{table}] of {toml}" if table else str(toml)
+        yield name, value, f"{name} in {place}"
     _refuse_unknown_variables()
     for key in dict.fromkeys(key for cls in classes for key in cls.names()):
         variable = ENVIRONMENT_PREFIX + key.upper()
         if os.environ.get(variable):
             yield key, os.environ[variable], variable
-    yield from ((key, value, flag(key)) for key, value in flags.items() if value is not None)
+    for key, value in flags.items():
+        if value is not None:
+            yield key, value, flag(key)
 
 
 def _refuse_unknown_variables() -> None:
@@ -227,9 +237,11 @@ def _unknown(name: str, value: Any, origin: str, classes: tuple[type[Config], ..
     if isinstance(value, Mapping):
         return UsageError(f"{origin}: there is no such table", hint=_right_table(name, value, classes))
     near = nearest(name.replace("-", "_"), own_names(classes))
-    meant = (ENVIRONMENT_PREFIX + near.upper() if is_variable else near) if near else None
-    hint = hint_for(name) or (f"did you mean {meant}?" if meant else "see --help for every choice")
-    return UsageError(f"{origin}: there is no such choice", hint=hint)
+    hint = hint_for(name)
+    if not hint and near:
+        meant = ENVIRONMENT_PREFIX + near.upper() if is_variable else near
+        hint = f"did you mean {meant}?"
+    return UsageError(f"{origin}: there is no such choice", hint=hint or "see --help for every choice")
 
 
 def _right_table(name: str, table: Mapping[str, Any], classes: tuple[type[Config], ...]) -> str:
@@ -239,10 +251,13 @@ def _right_table(name: str, table: Mapping[str, Any], classes: tuple[type[Config
         for cls in classes:
             if (known := cls.field_of(key)) is not None:
                 *section, _ = cls.choices()[known].path
-                where = f"in [{section[0]}] or, like every choice, above all tables" if section else "above all tables"
-                return f"{key} belongs {where}"
+                if section:
+                    return f"{key} belongs in [{section[0]}] or, like every choice, above all tables"
+                return f"{key} belongs above all tables"
     near = nearest(name, {table: table for table in tables})
-    return f"did you mean [{near}]?" if near else f"the tables are {', '.join(dict.fromkeys(tables))}"
+    if near:
+        return f"did you mean [{near}]?"
+    return f"the tables are {', '.join(dict.fromkeys(tables))}"
 
 
 def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], origins: Mapping[str, str]) -> str:

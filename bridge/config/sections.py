@@ -270,7 +270,8 @@ class ServerConfig(Section, panel="Server", prefix="vllm_", renamed={"servers": 
         if self.port is None and "host" not in self.model_fields_set:
             return f"{scheme}://{address}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{scheme}://{host}:{self.port or address.rpartition(':')[2]}"
+        port = self.port or address.rpartition(":")[2]
+        return f"{scheme}://{host}:{port}"
 
 
 class CheckpointConfig(Section, panel=EVALUATION, position=2):

@@ -19,7 +19,8 @@ def expanded(path: str | Path) -> Path:
 
 def temporary_folder(prefix: str) -> Path:
     """Make a folder that is removed when this process ends; a fork of this process, which may end first, leaves it."""
-    folder, pid = Path(tempfile.mkdtemp(prefix=prefix)), os.getpid()
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    pid = os.getpid()
 
     def remove() -> None:
         if os.getpid() == pid:

@@ -96,7 +96,8 @@ def _unlogged(*loggers: logging.Logger) -> Iterator[None]:
 
 def _compile_step(prepared: PreparedModel, choices: OptimizerConfig, temperature: float, ranks: Ranks) -> None:
     """Compile the rest of a step: the log-probabilities, and the update of a parameter."""
-    micro_batch, trained = pass_cost.example(prepared.model, 64, 32), layers.first_trained(prepared.model)
+    micro_batch = pass_cost.example(prepared.model, 64, 32)
+    trained = layers.first_trained(prepared.model)
     logprobs_N, _ = prepared.logprobs(micro_batch, temperature)
     torch.autograd.grad(logprobs_N.sum(), trained)
     smallest = factory.scaled_group(min(trained, key=torch.numel), 1.0, lr=0.0, weight_decay=0.0)

@@ -54,19 +54,25 @@ def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[st
     They include the groups that --skip-without-signal replaced. Without these, the mean reward would cover only
     problems that are sometimes solved.
     """
-    completions, every_group = _sampled(groups), [*groups, *stream.skipped]
+    completions = _sampled(groups)
+    every_group = [*groups, *stream.skipped]
     by_lag = lags(completions, served)
+    num_known = by_lag.total()
+    largest_lag = max(by_lag, default=None)
+    lag_shares = () if largest_lag is None else tuple(share(by_lag[lag], num_known) for lag in range(largest_lag + 1))
     tokens = [sequence.token_ids for sequence in _sequences(completions)]
+    digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
+    without_signal = sum(not has_signal(group) for group in every_group)
     return {
         **_of_rollouts(every_group),
-        "no_signal_share": share(sum(not has_signal(group) for group in every_group), len(every_group)),
+        "no_signal_share": share(without_signal, len(every_group)),
         "retries": stream.num_retries,
-        "staleness": float(max(by_lag, default=math.nan)),
-        "staleness_mean": share(sum(lag * count for lag, count in by_lag.items()), by_lag.total()),
-        "lag_shares": tuple(share(by_lag[lag], by_lag.total()) for lag in range(max(by_lag, default=-1) + 1)),
+        "staleness": math.nan if largest_lag is None else float(largest_lag),
+        "staleness_mean": share(sum(lag * count for lag, count in by_lag.items()), num_known),
+        "lag_shares": lag_shares,
         "groups_in_flight": stream.num_in_flight,
         "skipped_groups": len(stream.skipped),
-        "rollouts": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+        "rollouts": digest[:16],
         "tokens_generated": sum(completion.num_sampled for completion in _sampled(every_group)),
         "entropy": sampled_entropy(completions),
     }
@@ -113,10 +119,19 @@ def evaluation(
 ) -> Evaluation:
     """Return the metrics of an evaluation, with pass@k for powers of two up to the completions per problem."""
     most = max((len(group.completions) + len(group.unscored) for group in groups), default=0)
-    several = [2**power for power in range(most.bit_length())]
-    passed = {str(k): pass_at(groups, k, pass_reward) for k in dict.fromkeys([*several, *[most] * (most > 0)])}
-    fixed = {"step": step, "weight_version": version, "num_problems": len(groups), "seconds": seconds}
-    return Evaluation({**fixed, "pass_at_k": passed, **_of_rollouts(groups)})
+    counts = [2**power for power in range(most.bit_length())]
+    if most and most not in counts:
+        counts.append(most)
+    return Evaluation(
+        {
+            "step": step,
+            "weight_version": version,
+            "num_problems": len(groups),
+            "seconds": seconds,
+            "pass_at_k": {str(count): pass_at(groups, count, pass_reward) for count in counts},
+            **_of_rollouts(groups),
+        }
+    )
 
 
 def pass_at(groups: Sequence[Group], k: int, pass_reward: float) -> float:

@@ -30,7 +30,8 @@ def lora_of(settings: Any, model: str | Path) -> LoraConfig:
             hint="bridge.LoraConfig(r=16)",
         )
     plain = peft.LoraConfig(target_modules=settings.target_modules)
-    theirs, defaults = settings.to_dict(), plain.to_dict()
+    theirs = settings.to_dict()
+    defaults = plain.to_dict()
     odd = {name: value for name, value in theirs.items() if name not in TAKEN | DESCRIPTIVE and value != defaults[name]}
     if odd:
         raise UsageError(

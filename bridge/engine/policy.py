@@ -27,7 +27,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, get_args
+from typing import Any, NoReturn, Self, get_args
 
 import numpy as np
 import torch
@@ -869,7 +869,8 @@ class Policy:
 
     def _refuse_other_kind(self, folder: Path) -> None:
         """Raise UsageError if the policy trains an adapter and the checkpoint has all weights, or vice versa."""
-        is_adapter, trains_adapter = (folder / paths.ADAPTER_CONFIG).is_file(), self.opened.adapter is not None
+        is_adapter = (folder / paths.ADAPTER_CONFIG).is_file()
+        trains_adapter = self.opened.adapter is not None
         if is_adapter and not trains_adapter:
             raise UsageError(
                 f"{folder} is a checkpoint of an adapter, but this policy trains all weights",
@@ -1271,19 +1272,23 @@ def _refuse_arguments(
     prompts: object, score: object, seed: object, chat_template_kwargs: object, prompt_logprobs: object
 ) -> None:
     """Raise UsageError for arguments that would fail only after sampling, or change what is sampled."""
-    expected = (
-        ("prompts", prompts, isinstance(prompts, Iterable), "a list of prompts"),
-        ("score", score, score is None or callable(score), "a function of a problem and a completion's text"),
-        ("seed", seed, seed is None or isinstance(seed, Integral), "an integer"),
-        ("chat_template_kwargs", chat_template_kwargs, isinstance(chat_template_kwargs, Mapping), "a dictionary"),
-        ("prompt_logprobs", prompt_logprobs, isinstance(prompt_logprobs, bool), "True or False"),
-    )
-    for name, value, is_right, words in expected:
-        if not is_right:
-            raise UsageError(
-                f"policy.sample: {name} is {described(value)}, expected {words}",
-                hint="policy.sample(prompts, score, seed=1)",
-            )
+
+    def refuse(name: str, value: object, expected: str) -> NoReturn:
+        raise UsageError(
+            f"policy.sample: {name} is {described(value)}, expected {expected}",
+            hint="policy.sample(prompts, score, seed=1)",
+        )
+
+    if not isinstance(prompts, Iterable):
+        refuse("prompts", prompts, "a list of prompts")
+    if score is not None and not callable(score):
+        refuse("score", score, "a function of a problem and a completion's text")
+    if seed is not None and not isinstance(seed, Integral):
+        refuse("seed", seed, "an integer")
+    if not isinstance(chat_template_kwargs, Mapping):
+        refuse("chat_template_kwargs", chat_template_kwargs, "a dictionary")
+    if not isinstance(prompt_logprobs, bool):
+        refuse("prompt_logprobs", prompt_logprobs, "True or False")
 
 
 def _refuse_in_flight(call: str, in_flight: object) -> None:
@@ -1324,18 +1329,17 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
             hint="leave one of them out",
         )
     if unknown := sorted(named.keys() - CHANGEABLE):
-        near = difflib.get_close_matches(unknown[0], [*CHANGEABLE, *PER_CALL], n=1)
-        raise UsageError(
-            f"policy.sample has no parameter {unknown[0]!r}",
-            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted({*CHANGEABLE, *PER_CALL}))}",
-        )
+        known = sorted({*CHANGEABLE, *PER_CALL})
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+        raise UsageError(f"policy.sample has no parameter {unknown[0]!r}", hint=hint)
     if not named:
         return sampling
-    alone = {
-        name: value
-        for name, value in BEYOND_TRAINING.items()
-        if isinstance(given := named.get(name), Real) and given == value
-    }
+    alone = {}
+    for name, value in BEYOND_TRAINING.items():
+        given = named.get(name)
+        if isinstance(given, Real) and given == value:
+            alone[name] = value
     checked = {name: value for name, value in named.items() if name not in alone}
     try:
         return SamplingConfig.model_validate(sampling.model_dump() | checked).model_copy(update=alone)

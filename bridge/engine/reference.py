@@ -61,15 +61,19 @@ def check(model: str, reference: str | None) -> None:
     """
     if reference is None:
         return
-    configs = [skeleton.build(name, torch.bfloat16).config for name in (model, reference)]
-    loaded.refuse_several_parts(reference, configs[1])
-    sizes = [config.get_text_config().vocab_size for config in configs]
-    ours, theirs = (skeleton.tokenizer(name).get_vocab() for name in (model, reference))
+    config = skeleton.build(model, torch.bfloat16).config
+    config_of_reference = skeleton.build(reference, torch.bfloat16).config
+    loaded.refuse_several_parts(reference, config_of_reference)
+    expected = config.get_text_config().vocab_size
+    rows = config_of_reference.get_text_config().vocab_size
+    ours = skeleton.tokenizer(model).get_vocab()
+    theirs = skeleton.tokenizer(reference).get_vocab()
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    if odd or sizes[0] != sizes[1]:
+    if odd or rows != expected:
+        first = f", the first: {odd[0]!r}" if odd else ""
         raise UsageError(
-            f"--reference-model {reference} has a different vocabulary from {model}: {sizes[1]} rows, expected"
-            f" {sizes[0]}; {len(odd)} tokens differ{f', the first: {odd[0]!r}' if odd else ''}",
+            f"--reference-model {reference} has a different vocabulary from {model}: {rows} rows, expected"
+            f" {expected}; {len(odd)} tokens differ{first}",
             hint=f"use a model of the same family with the same vocabulary, such as {model} itself",
         )
 

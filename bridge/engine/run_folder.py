@@ -191,12 +191,18 @@ class RunFolder:
         return run
 
     def _times(self) -> dict[str, float]:
-        pause, write, publish = (
-            sum(getattr(times, name) for times in self._fences) for name in ("pause_s", "write_s", "publish_s")
-        )
-        others = time.perf_counter() - self._begun - self._sampled_s - pause - write - publish
-        times = {"fence_pause_s": pause, "fence_write_s": write, "fence_publish_s": publish}
-        return {"rollout_s": self._sampled_s, "train_s": max(0.0, others), **times}
+        pause_s = sum(times.pause_s for times in self._fences)
+        write_s = sum(times.write_s for times in self._fences)
+        publish_s = sum(times.publish_s for times in self._fences)
+        passed_s = time.perf_counter() - self._begun
+        train_s = passed_s - self._sampled_s - pause_s - write_s - publish_s
+        return {
+            "rollout_s": self._sampled_s,
+            "train_s": max(0.0, train_s),
+            "fence_pause_s": pause_s,
+            "fence_write_s": write_s,
+            "fence_publish_s": publish_s,
+        }
 
 
 def _write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -237,7 +243,9 @@ def _number(name: str, value: Any) -> Any:
         raise UsageError(
             f"{name} is {str(value)[:80]!r}, expected a number, or numbers by name", hint="policy.log(STEP, loss=0.5)"
         ) from None
-    return int(number) if isinstance(number, bool) else number if math.isfinite(number) else None
+    if isinstance(number, bool):
+        return int(number)
+    return number if math.isfinite(number) else None
 
 
 def _save_path(run_dir: Path) -> Path:

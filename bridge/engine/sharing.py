@@ -48,34 +48,33 @@ def exchanged_images(
     Packs with images are never sliced, so each share belongs to one rank. All ranks derive the same routes.
     """
     here = {group.images.digest: group.images.arrays for group in groups if group.images and group.images.is_here}
-    needed = [
-        {
-            sample.images.digest: sample.images
-            for shares in shares_of_updates
-            for sample in shares[number]
-            if sample.images
-        }
-        for number in range(ranks.num_shares)
-    ]
+    needed: list[dict[str, Images]] = [{} for _ in range(ranks.num_shares)]
+    for shares in shares_of_updates:
+        for of_share, share in zip(needed, shares, strict=True):
+            of_share |= {sample.images.digest: sample.images for sample in share if sample.images}
     if not any(needed):
         return here
     with deferred_interrupt():  # an interrupted exchange would leave the other ranks waiting
         held = ranks.all_gather_object([*here])
-        senders = {digest: rank for rank, digests in reversed([*enumerate(held)]) for digest in digests}
-        routes = [
-            (senders[digest], receiver, images)
-            for receiver, of_share in enumerate(needed)
-            for digest, images in of_share.items()
-            if digest not in held[receiver]
-        ]
-        return here | (_sent_along(routes, here, ranks) if routes else {})
+        senders: dict[str, int] = {}  # the first rank that has one
+        for rank, digests in enumerate(held):
+            for digest in digests:
+                senders.setdefault(digest, rank)
+        routes = []
+        for receiver, of_share in enumerate(needed):
+            missing = [digest for digest in of_share if digest not in held[receiver]]
+            routes += [(senders[digest], receiver, of_share[digest]) for digest in missing]
+        if not routes:
+            return here
+        return here | _sent_along(routes, here, ranks)
 
 
 def _sent_along(
     routes: Sequence[tuple[int, int, Images]], here: Mapping[str, tuple[Array, ...]], ranks: Ranks
 ) -> dict[str, tuple[Array, ...]]:
     """Send images between ranks, and return the ones that this rank received."""
-    sent, lengths = [bytearray() for _ in range(ranks.world_size)], [0] * ranks.world_size
+    sent = [bytearray() for _ in range(ranks.world_size)]
+    lengths = [0] * ranks.world_size
     for sender, receiver, images in routes:
         if sender == ranks.rank:
             sent[receiver] += b"".join(array.content for array in here[images.digest])
@@ -105,7 +104,11 @@ def busiest(shares_of_updates: Sequence[Sequence[Sequence[Sample]]]) -> float:
     """Return the ratio of the largest share's tokens to the mean, over all mini-batches; NaN for one share."""
     loads = [[sum(sample.num_tokens for sample in share) for share in shares] for shares in shares_of_updates]
     size = max(map(len, loads), default=1)
-    return math.nan if size == 1 else size * sum(map(max, loads)) / sum(map(sum, loads))
+    if size == 1:
+        return math.nan
+    of_largest = sum(max(of_shares) for of_shares in loads)
+    of_all = sum(sum(of_shares) for of_shares in loads)
+    return size * of_largest / of_all
 
 
 def _shares(mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
@@ -125,7 +128,8 @@ def _load(indices: Sequence[int], mini_batch: Sequence[Sample]) -> int:
 def _longest_first(units: Sequence[list[int]], mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
     """Assign each unit, longest first, to the share with the fewest tokens so far."""
     tokens = [_load(unit, mini_batch) for unit in units]
-    loads, shares = [0] * size, [list[int]() for _ in range(size)]
+    loads = [0] * size
+    shares = [list[int]() for _ in range(size)]
     for number in sorted(range(len(units)), key=lambda number: (-tokens[number], number)):
         least = min(range(size), key=lambda number: (loads[number], number))
         loads[least] += tokens[number]

@@ -307,5 +307,8 @@ def _url(name: str) -> str:
             f"--servers {name}: expected HOST:PORT, a port of this host, a URL or a manifest",
             hint="vLLM's own port is 8000",
         )
-    url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
+    url = name
+    if "://" not in name:
+        address = name if ":" in name else f"{LOOPBACK}:{name}"
+        url = f"http://{address}"
     return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as servers of Bridge write their own

@@ -81,31 +81,44 @@ class Dimensions:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
         """Read the dimensions from a configuration; a KeyError names a missing key."""
-        hidden, heads, layers = (config[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-        head, kind = config.get("head_dim") or hidden // heads, str(config.get("model_type"))
-        experts = next((config[key] for key in EXPERTS if config.get(key)), 0)
+        hidden = config["hidden_size"]
+        heads = config["num_attention_heads"]
+        layers = config["num_hidden_layers"]
+        head = config.get("head_dim") or hidden // heads
+        kind = str(config.get("model_type"))
         width = config.get("moe_intermediate_size") or config["intermediate_size"]
-        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
-        step, named = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+        num_experts = next((config[key] for key in EXPERTS if config.get(key)), 0)
+        num_routes = expert = shared_expert = 0
+        if num_experts:
+            num_routes = config["num_experts_per_tok"]
+            expert = width
+            shared_expert = (
+                config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+            )
+        step = config.get("decoder_sparse_step") or 1
+        named = set(config.get("mlp_only_layers") or ())
         first = config.get("first_k_dense_replace") or 0
 
         states = layer_types(config).count(KEEPS_A_STATE)
-        keys, values = (
-            (config[f"linear_num_{kind}_heads"], config[f"linear_{kind}_head_dim"]) if states else (0, 0)
-            for kind in ("key", "value")
-        )
+        key_heads = key_width = value_heads = value_width = convolved = 0
+        if states:
+            key_heads = config["linear_num_key_heads"]
+            key_width = config["linear_key_head_dim"]
+            value_heads = config["linear_num_value_heads"]
+            value_width = config["linear_value_head_dim"]
+            convolved = config["linear_conv_kernel_dim"]
 
         def is_dense(layer: int) -> bool:
-            return layer < first or layer in named or (layer + 1) % step > 0
+            return not num_experts or layer < first or layer in named or (layer + 1) % step > 0
 
         return cls(
             num_layers=layers,
             num_states=states,
-            state_keys=math.prod(keys),
-            state_values=math.prod(values),
-            state_heads=values[0],
-            state_size=math.prod(values) * keys[1],
-            convolved=config["linear_conv_kernel_dim"] if states else 0,
+            state_keys=key_heads * key_width,
+            state_values=value_heads * value_width,
+            state_heads=value_heads,
+            state_size=value_heads * value_width * key_width,
+            convolved=convolved,
             gates=head * heads if kind in GATED else 0,
             hidden=hidden,
             query=head * heads,
@@ -113,12 +126,12 @@ class Dimensions:
             vocabulary=config["vocab_size"],
             tied=is_tied(config),
             biased=config.get("attention_bias", kind.startswith("qwen2")),
-            num_dense_layers=sum(map(is_dense, range(layers))) if experts else layers,
+            num_dense_layers=sum(map(is_dense, range(layers))),
             dense=config.get("intermediate_size") or width,
-            num_experts=experts,
-            num_routes=config["num_experts_per_tok"] if experts else 0,
-            expert=width if experts else 0,
-            shared_expert=shared if experts else 0,
+            num_experts=num_experts,
+            num_routes=num_routes,
+            expert=expert,
+            shared_expert=shared_expert,
         )
 
     @property
@@ -207,7 +220,8 @@ class ModelSize:
         except (KeyError, TypeError, ZeroDivisionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are not numbers"
             raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", hint=NO_PLAN) from error
-        counted, kind = _count_in_headers(folder, tied=is_tied(document)), config.get("model_type")
+        counted = _count_in_headers(folder, tied=is_tied(document))
+        kind = config.get("model_type")
         if counted is None and kind not in COUNTABLE:
             raise UsageError(
                 f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be derived from its dimensions",
@@ -238,8 +252,10 @@ class ModelSize:
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
     """Return the kinds of a decoder's layers; empty: all are attention layers."""
-    if config.get("layer_types") or not (interval := config.get("full_attention_interval")):
-        return list(config.get("layer_types") or ())
+    named = config.get("layer_types")
+    interval = config.get("full_attention_interval")
+    if named or not interval:
+        return list(named or ())
     layers = range(1, config["num_hidden_layers"] + 1)
     return [KEEPS_A_STATE if layer % interval else "full_attention" for layer in layers]
 
@@ -263,11 +279,10 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
 
     if fetch and (fetched := hub.fetch_config(model)):
         return fetched
-    raise UsageError(
-        f"there is no folder {model}, and no model of that name in the hub's cache",
-        hint=f"check the name; a Hugging Face model's folder with only its {CONFIG_NAME} is enough"
-        + (f", or download it: hf download {model}" if HUB_NAME.fullmatch(model) else ""),
-    )
+    hint = f"check the name; a Hugging Face model's folder with only its {CONFIG_NAME} is enough"
+    if HUB_NAME.fullmatch(model):
+        hint += f", or download it: hf download {model}"
+    raise UsageError(f"there is no folder {model}, and no model of that name in the hub's cache", hint=hint)
 
 
 def is_tied(document: Mapping[str, Any]) -> bool:

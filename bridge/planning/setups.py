@@ -106,14 +106,22 @@ def _row(need: Need, choices: Choices, limits: Limits, kv_sleep: str) -> Row:
     fit = memory.fit(need, least_kv=least_kv, kv_sleep=kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
     lacking = max(fit.lacking, need.host - limits.host_bytes, 0)
-    kind = choices["lora_handover"] if choices["mode"] == "lora_only" else choices["optimizer"]
-    offloaded = ", offloaded" if choices.get("offload_optimizer") else ""
+    name = choices["lora_handover"] if choices["mode"] == "lora_only" else choices["optimizer"]
+    if choices.get("offload_optimizer"):
+        name += ", offloaded"
+    if choices.get("gradient_release"):
+        name += ", released"
+    verdict = "fits"
+    if lacking:
+        verdict = "does not fit"
+    elif fit.asleep:
+        verdict = "fits asleep"
     return Row(
         mode=choices["mode"],
         trainer_device=choices.get("trainer_device", TrainConfig.default("trainer_device")),
-        name=kind + offloaded + (", released" if choices.get("gradient_release") else ""),
+        name=name,
         flags=tuple(part for item in choices.items() for part in _flag(*item)),
-        verdict="does not fit" if lacking else "fits asleep" if fit.asleep else "fits",
+        verdict=verdict,
         lacking_gib=lacking / GIB,
         weights_gib=(need.served + need.own) / GIB,
         gradients_gib=need.gradients / GIB,
@@ -158,4 +166,6 @@ def _flag(key: str, value: Any) -> tuple[str, ...]:
     """Return the flag of a choice and its value; empty for the default."""
     if value == TrainConfig.default(key):
         return ()
-    return (flag(key) if value else flag(f"no_{key}"),) if isinstance(value, bool) else (flag(key), str(value))
+    if isinstance(value, bool):
+        return (flag(key if value else f"no_{key}"),)
+    return flag(key), str(value)

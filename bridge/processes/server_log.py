@@ -84,14 +84,18 @@ def root_error(log: Path) -> str:
     lines = _lines(log)
     ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
     index = next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
+    if not lines:
+        return "it printed nothing"
     if index is None:
-        return f"no error in its log, which ends with: {lines[-1]}" if lines else "it printed nothing"
+        return f"no error in its log, which ends with: {lines[-1]}"
     if re.fullmatch(r"[\w.]+", lines[index]):
         frame = next((i for i in reversed(range(index)) if not lines[i].startswith("    ")), index)
         source = lines[frame:index] if lines[frame].startswith("  File ") else []
         return ", ".join(line.strip() for line in (lines[index], *source) if line.strip(" ^~"))
-    further = lines[index + 1 : index + 3] if "validation error" in lines[index] else []  # pydantic explains it below
-    return " ".join([lines[index], *(line.strip() for line in further)]).partition(" [type=")[0]
+    parts = [lines[index]]
+    if "validation error" in lines[index]:  # pydantic explains it below
+        parts += [line.strip() for line in lines[index + 1 : index + 3]]
+    return " ".join(parts).partition(" [type=")[0]
 
 
 def last_line(log: Path) -> str:

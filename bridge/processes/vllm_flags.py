@@ -480,15 +480,18 @@ def _add_adapters(extra: Added, rank: int, given: set[str], *, experts: bool) ->
     if size != rank and "--max-lora-rank" not in given:
         extra.notes.append(f"--max-lora-rank {size}: vLLM's smallest slot that takes rank {rank}")
     for flag, *values in (["--enable-lora"], ["--max-lora-rank", str(size)], ["--max-loras", "1"]):
-        extra.argv += [flag, *values] if flag not in given else []
+        if flag not in given:
+            extra.argv += [flag, *values]
     extra.environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", EXPERT_SLOTS: str(int(experts))}
 
 
 def _fp8_kernels(outer: Mapping[str, str]) -> dict[str, str]:
     """Return variables that stop vLLM from rounding or repacking FP8 a second time, unless the caller set them."""
-    homes = [f"{outer[name]}/bin" for name in CUDA_HOMES if outer.get(name)] or ["/usr/local/cuda/bin"]
-    has_compiler = shutil.which("nvcc", path=os.pathsep.join([outer.get("PATH", os.defpath), *homes]))
-    derived = dict([ROUNDED_SCALES, UNPACKED] if has_compiler else [ROUNDED_SCALES, UNPACKED, WITHOUT_DEEP_GEMM])
+    folders = [outer.get("PATH", os.defpath)]
+    folders += [f"{outer[name]}/bin" for name in CUDA_HOMES if outer.get(name)] or ["/usr/local/cuda/bin"]
+    derived = dict([ROUNDED_SCALES, UNPACKED])
+    if shutil.which("nvcc", path=os.pathsep.join(folders)) is None:
+        derived |= dict([WITHOUT_DEEP_GEMM])
     return {name: value for name, value in derived.items() if name not in outer}
 
 
@@ -518,4 +521,6 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
             name = name.replace("_", "-")
             if name not in WHOLE_NAMES:
                 name = next((other for other in WHOLE_NAMES if other.startswith(name)), name)
-            yield name, value or ("" if following.startswith("-") else following)
+            if not value and not following.startswith("-"):
+                value = following
+            yield name, value

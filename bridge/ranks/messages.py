@@ -92,8 +92,9 @@ class Outcome:
     @property
     def kind(self) -> int:
         """Priority of the error among those of several ranks: the lowest is the cause of the others."""
-        error = self.error
-        return 0 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, RankError) else 1
+        if isinstance(self.error, KeyboardInterrupt):
+            return 0
+        return 2 if isinstance(self.error, RankError) else 1
 
 
 def dumps(value: object) -> bytes:

@@ -119,9 +119,14 @@ def _with_end(message: Message, end: str) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return {**message, "content": f"{content or ''}{end}"}
-    index = max((index for index, part in enumerate(content) if "text" in part), default=len(content))
-    last = {"type": "text", "text": "", **(content[index] if index < len(content) else {})}
-    return {**message, "content": [*content[:index], {**last, "text": f"{last['text']}{end}"}, *content[index + 1 :]]}
+    parts = [*content]
+    with_text = [index for index, part in enumerate(parts) if "text" in part]
+    if with_text:
+        last = parts[with_text[-1]]
+        parts[with_text[-1]] = {"type": "text", **last, "text": f"{last['text']}{end}"}
+    else:
+        parts.append({"type": "text", "text": end})
+    return {**message, "content": parts}
 
 
 def _forms(messages: Sequence[Message]) -> list[list[Message]]:
@@ -246,16 +251,19 @@ def _marked(message: Message, marker: str, place: float) -> Message | None:
     if isinstance(content, str) and content.strip():
         return {**message, "content": _with(content, marker, place)}
     if isinstance(content, list):
-        has_text = [bool(str(part.get("text") or "").strip()) for part in content]
-        parts = [
-            {**part, "text": _with(part["text"], marker, place)} if is_text else part
-            for part, is_text in zip(content, has_text, strict=True)
-        ]
-        return {**message, "content": parts} if any(has_text) else None
-    named = [
-        {**call, "function": {**call["function"], "name": f"{call['function'].get('name')}{marker}"}}
-        for call in _calls(message)
-    ]
+        parts = []
+        has_text = False
+        for part in content:
+            if str(part.get("text") or "").strip():
+                has_text = True
+                parts.append({**part, "text": _with(part["text"], marker, place)})
+            else:
+                parts.append(part)
+        return {**message, "content": parts} if has_text else None
+    named = []
+    for call in _calls(message):
+        function = call["function"]
+        named.append({**call, "function": {**function, "name": f"{function.get('name')}{marker}"}})
     return {**message, "tool_calls": named} if named else None
 
 

@@ -84,7 +84,10 @@ class Unusable:
     def count(self, results: Sequence[Score | FailedScore]) -> None:
         """Count a group; RewardError at the limit."""
         faults = [result for result in results if isinstance(result, UnusablePrompt)]
-        self._num_in_row = self._num_in_row + 1 if faults and len(faults) == len(results) else 0
+        if faults and len(faults) == len(results):
+            self._num_in_row += 1
+        else:
+            self._num_in_row = 0
         if self._num_in_row >= MOST_UNUSABLE:
             raise RewardError(
                 f"the prompts of {self._num_in_row} problems in a row cannot be used, the last: {faults[-1].line}",
@@ -177,17 +180,20 @@ def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
     if not buffer:
         return group
     begin = longest - buffer
-    parts = tuple(-min(max(_length(completion) - begin, 0) / buffer, 1.0) for completion in group.completions)
+    parts = []
+    for completion in group.completions:
+        beyond = max(_length(completion) - begin, 0)
+        parts.append(-min(beyond / buffer, 1.0))
     added = [penalty * part for part in parts]
+    turn_rewards: list[tuple[float, ...]] = []
+    if group.turn_rewards:
+        of_turns = zip(group.turn_rewards, added, strict=True)
+        turn_rewards = [(*turns, last + more) for (*turns, last), more in of_turns]
     return replace(
         group,
         rewards=tuple(reward + more for reward, more in zip(group.rewards, added, strict=True)),
-        turn_rewards=tuple(
-            (*turns, last + more) for (*turns, last), more in zip(group.turn_rewards, added, strict=True)
-        )
-        if group.turn_rewards
-        else (),
-        reward_parts={**group.reward_parts, "overlong": parts},
+        turn_rewards=tuple(turn_rewards),
+        reward_parts={**group.reward_parts, "overlong": tuple(parts)},
     )
 
 
@@ -211,24 +217,34 @@ def checked(problem: Problem, completion: Completion, result: Score | FailedScor
 
 def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Group:
     """Return the completions that have a reward as a group, and the others beside it."""
-    both = list(zip(sampled.completions, sampled.results, strict=True))
-    scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
-    failures = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
-    names = dict.fromkeys(name for _, score in scored for name in score.parts)
-    by_turn = any(score.turns for _, score in scored) and not any(completion.others for completion, _ in scored)
+    completions: list[Completion] = []
+    scores: list[Score] = []
+    unscored: list[Unscored] = []
+    for completion, result in zip(sampled.completions, sampled.results, strict=True):
+        if isinstance(result, Score):
+            completions.append(completion)
+            scores.append(result)
+        else:
+            unscored.append(Unscored(completion=completion, fault=result.line))
+    names = dict.fromkeys(name for score in scores for name in score.parts)
+    turn_rewards: list[tuple[float, ...]] = []
+    if any(score.turns for score in scores) and not any(completion.others for completion in completions):
+        turn_rewards = [_of_turns(*scored) for scored in zip(completions, scores, strict=True)]
     return Group(
         problem=problem,
         number=number,
         prompt_token_ids=sampled.prompt,
         images=sampled.images,
-        completions=tuple(completion for completion, _ in scored),
-        rewards=tuple(score.reward for _, score in scored),
-        turn_rewards=tuple(_of_turns(completion, score) for completion, score in scored) if by_turn else (),
-        reward_parts={name: tuple(score.parts.get(name, math.nan) for _, score in scored) for name in names},
-        unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failures),
+        completions=tuple(completions),
+        rewards=tuple(score.reward for score in scores),
+        turn_rewards=tuple(turn_rewards),
+        reward_parts={name: tuple(score.parts.get(name, math.nan) for score in scores) for name in names},
+        unscored=tuple(unscored),
     )
 
 
 def _of_turns(completion: Completion, score: Score) -> tuple[float, ...]:
     """Return one reward per turn; a reward for the whole completion is that of its last turn."""
-    return tuple(score.turns) or (*(0.0,) * (completion.num_turns - 1), score.reward)
+    if score.turns:
+        return tuple(score.turns)
+    return (*[0.0] * (completion.num_turns - 1), score.reward)

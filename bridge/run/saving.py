@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain, count
 from pathlib import Path
 
 from bridge.checkpoints import checkpoint
@@ -164,8 +163,12 @@ class Checkpoints:
     def _weights_folder(self) -> Path:
         """Return a new folder for only the weights, which is a model and not a checkpoint to resume from."""
         name = f"weights_{self._prefix}{self.step}"
-        names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier process may have used the name
-        return next(path for name in names if not (path := self._run.writable(self._folder / name)).exists())
+        path = self._run.writable(self._folder / name)
+        number = 1
+        while path.exists():  # an earlier process may have used the name
+            number += 1
+            path = self._run.writable(self._folder / f"{name}-{number}")
+        return path
 
     def _log_weights(self, folder: Path) -> None:
         logger.info(f"the weights of step {self.step}, without the optimizer's state, are in {folder}")

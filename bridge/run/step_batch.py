@@ -115,15 +115,19 @@ class Computed:
         The metrics of the policy and of the mismatch are from before the first update.
         """
         model = prepared.model
-        replay = prepared.replay
-        rerouted_2 = torch.zeros(2, dtype=torch.int64, device=model.device) if replay is None else replay.rerouted()
-        num_rerouted, num_replayed = ranks.all_reduce(rerouted_2.double()).tolist()  # of all slices, too
-        tokens_LE = torch.zeros(0, 0).double() if replay is None else replay.expert_tokens().double()
+        rerouted_2 = torch.zeros(2, dtype=torch.float64, device=model.device)
+        tokens_LE = torch.zeros(0, 0, dtype=torch.float64)
+        if prepared.replay is not None:
+            rerouted_2 = prepared.replay.rerouted().double()
+            tokens_LE = prepared.replay.expert_tokens().double()
+        num_rerouted, num_replayed = ranks.all_reduce(rerouted_2).tolist()  # of all slices, too
+        tokens_LE = ranks.all_reduce(tokens_LE) if num_replayed else tokens_LE[:0]
         num_taken = self.num_updates or len(self.norms)  # if the first update was skipped, its figures show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
         entropy = ranks.all_reduce_shares(self.entropy).item()
-        tallies = (tally for tally, _ in ranks.one_per_share(of_ranks))
+        tally = sum((tally for tally, _ in ranks.one_per_share(of_ranks)), Tally.zero(torch.device("cpu")))
+        loss_sums = ranks.all_reduce_shares(self.loss_sums)
         return {
             "loss": sum(losses.tolist()) / max(num_taken, 1),
             "grad_norm": sum(self.norms[:num_taken]) / max(num_taken, 1),
@@ -131,10 +135,10 @@ class Computed:
             "updates": self.num_updates,
             "skipped_updates": sum(not math.isfinite(norm) for norm in self.norms),
             **({"entropy": entropy / batch.num_tokens} if batch.num_tokens else {}),
-            **sum(tallies, Tally.zero(torch.device("cpu"))).metrics(),
+            **tally.metrics(),
             "rerouted_share": num_rerouted / num_replayed if num_replayed else None,
-            **routing.balance(ranks.all_reduce(tokens_LE) if num_replayed else tokens_LE[:0]),
-            **means(dict(zip(loss_metrics, ranks.all_reduce_shares(self.loss_sums), strict=True))),
+            **routing.balance(tokens_LE),
+            **means(dict(zip(loss_metrics, loss_sums, strict=True))),
             "tokens_trained": batch.num_tokens,
             "train_flops": sum(of_rank for _, of_rank in of_ranks) / ranks.cp_size,  # each rank counts all slices
             "rank_token_balance": batch.balance,

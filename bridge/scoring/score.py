@@ -92,7 +92,8 @@ class Origin:
     ) -> FailedScore:
         """Return why a run of this code that raised `error` has no reward."""
         first = error.__cause__ or error if isinstance(error, BridgeError) else error
-        kind, location = f"{self.name} raised {type(first).__name__}", location_of(first, self.file) or self.location
+        kind = f"{self.name} raised {type(first).__name__}"
+        location = location_of(first, self.file) or self.location
         what = error.message if isinstance(error, BridgeError) else f"{kind}{reason_of(error)} ({location})"
         return failed(problem, completion, f"{kind} ({location})", what, is_raised=is_raised)
 
@@ -123,7 +124,8 @@ class Host:
 
     def score(self, problem: Problem, completion: str) -> Score | FailedScore:
         """Score one completion; of all exceptions only KeyboardInterrupt gets through."""
-        origin, method = self.origin, self.origin.name.rpartition(".")[2]
+        origin = self.origin
+        method = self.origin.name.rpartition(".")[2]
         try:
             value = getattr(self._scores, method)(problem, completion)
             score = _read(value if method == "scores" else (value, {}))

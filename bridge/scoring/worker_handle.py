@@ -111,7 +111,8 @@ class WorkerProcess:
             return self._with_hint(answer)
         stack = self.kill()
         self._start()
-        kind, location = f"{name or origin.name} {answer}", location_in(stack, origin.file)
+        kind = f"{name or origin.name} {answer}"
+        location = location_in(stack, origin.file)
         location = location or ("" if name else origin.location)
         return failed(problem, completion, kind, f"{kind} ({location})" if location else kind)
 
@@ -225,7 +226,8 @@ class WorkerProcess:
 
     async def _line(self) -> bytes:
         """Return the next line. Cancelling it loses nothing that was received."""
-        loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        is_readable = asyncio.Event()
         loop.add_reader(self._socket, is_readable.set)
         try:
             while b"\n" not in self._received:

@@ -267,7 +267,11 @@ class BridgeClient(VllmClient):
 
     def digests(self, part: int = 0, *, quantized: bool = False) -> dict[str, str]:
         """Return digests of vLLM's parameters on one rank, or of the FP8 made of them, computed by the server."""
-        query = f"?part={part}&quantized=true" if quantized else f"?part={part}" if part else ""
+        query = ""
+        if quantized:
+            query = f"?part={part}&quantized=true"
+        elif part:
+            query = f"?part={part}"
         return self._answer("GET", f"/bridge/tensors/digest{query}", protocol.Digests).digests
 
     def read(self, elements: tuple[protocol.Element, ...]) -> tuple[float, ...]:

@@ -92,7 +92,9 @@ def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _device(name: str) -> torch.device:
-    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    wanted = name
+    if name == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":
         return leave_core_to_server()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

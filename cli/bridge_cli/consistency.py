@@ -87,22 +87,30 @@ def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:
 
 def difference(ours: Facts, theirs: Facts) -> str | None:
     """Return a one-line description of the first difference, or None if the facts are equal."""
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name != HOST and ours.get(name) != theirs.get(name):
-            here, there = (_short(facts.get(name, "nothing")) for facts in (ours, theirs))
-            return f"the hosts differ in {name}: {here} on {ours[HOST]}, {there} on {theirs.get(HOST, 'another host')}"
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name == HOST or ours.get(name) == theirs.get(name):
+            continue
+        here = _short(ours.get(name, "nothing"))
+        there = _short(theirs.get(name, "nothing"))
+        other = theirs.get(HOST, "another host")
+        return f"the hosts differ in {name}: {here} on {ours[HOST]}, {there} on {other}"
     return None
 
 
 def _files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a digest of each file that a choice names."""
-    for name in filter(None, (choices["model_name"], choices["reference_model"])):
+    for name in (choices["model_name"], choices["reference_model"]):
+        if not name:
+            continue
         weights: Any = sorted((path.name, path.stat().st_size) for path in Path(name).glob("*.safetensors"))
         described = json.dumps([model.read(name), weights], default=str, sort_keys=True)
         yield f"the files of {name}", _digest(described.encode())
     rewarded = [name for name, _ in rewards.split(choices["reward"] or "")]
     code = [name.rpartition(":")[0] for name in (choices["environment"], choices["loss"], *rewarded)]
-    for file in map(paths.expanded, filter(None, dict.fromkeys([*code, choices["data"], choices["eval_data"]]))):
+    for name in dict.fromkeys([*code, choices["data"], choices["eval_data"]]):
+        if not name:
+            continue
+        file = paths.expanded(name)
         if paths.is_file(file):
             yield f"the file {file}", _digest(file.read_bytes())
 

@@ -201,7 +201,8 @@ def _warm_up(
     batch: Callable[[float], list[Example]],
     progress: Progress,
 ) -> None:
-    done, total = 0, sum(phase["num_steps"] for phase in phases)
+    done = 0
+    total = sum(phase["num_steps"] for phase in phases)
     for phase in phases:
         # A new optimizer per phase: with the tiny moments that right answers leave, wrong ones would cause huge steps.
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)

@@ -153,24 +153,39 @@ def examine(
     port: int | None, given: Path | None, requested: DeviceChoice, model: str | None = None
 ) -> Iterator[Section]:
     """Yield every check, section by section; without Linux or a required package, only the checks that report it."""
-    system, packages = software.operating_system(sys.platform), packages_complete()
-    lacks = packages.status == "FAIL" and find_spec("httpx") is None  # which the server checks need
-    if system.status == "FAIL" or lacks:
-        yield "Software", [system, *([packages] if lacks else [])]
+    system = software.operating_system(sys.platform)
+    packages = packages_complete()
+    if packages.status == "FAIL" and find_spec("httpx") is None:  # which the server checks need
+        yield "Software", [system, packages]
+        return
+    if system.status == "FAIL":
+        yield "Software", [system]
         return
     from bridge.checks import server
 
-    facts, installed, examined = probe.ask("imports", "cuda"), software.installed_vllm(), server.examine(given)
-    device = (software.built_for(installed) if requested == "auto" else requested) or ("cuda" if facts.gpus else "cpu")
-    has = {"": True, device: True, "vllm": installed, "model": model, "server": examined.live, "search": given is None}
-    machine = Machine(
-        facts, device, software.our_plugins(), examined, model, port,
-        frozenset(name for name, value in has.items() if value not in (None, False, {})),
-    )  # fmt: skip
+    facts = probe.ask("imports", "cuda")
+    installed = software.installed_vllm()
+    examined = server.examine(given)
+    device = software.built_for(installed) if requested == "auto" else requested
+    if device is None:
+        device = "cuda" if facts.gpus else "cpu"
+    has = {"", device}
+    if installed:
+        has.add("vllm")
+    if model is not None:
+        has.add("model")
+    if examined.live is not None:
+        has.add("server")
+    if given is None:
+        has.add("search")
+    machine = Machine(facts, device, software.our_plugins(), examined, model, port, frozenset(has))
     rows = (row for row in table() if row.needs in machine.has)
     for section, group in groupby(rows, key=lambda row: row.section):
-        results = [row.checks(machine) for row in group]
-        yield section, [check for result in results for check in ([result] if isinstance(result, Check) else result)]
+        checks: list[Check] = []
+        for row in group:
+            found = row.checks(machine)
+            checks += [found] if isinstance(found, Check) else found
+        yield section, checks
 
 
 def packages_complete() -> Check:

@@ -118,12 +118,15 @@ def commented(classes: tuple[type[Config], ...], given: Mapping[str, Any]) -> st
     tables: dict[str, list[str]] = {"": []}
     for index, cls in enumerate(classes):
         for key, choice in cls.choices().items():
-            if not any(earlier.field_of(key) for earlier in classes[:index]):
-                *sections, field = choice.path
-                for name in sections:
-                    first, _, _ = (cls.model_fields[name].annotation.__doc__ or "").partition("\n")
-                    tables.setdefault(name, [f"[{name}] # {first}"])
-                tables["".join(sections)].append("\n".join(_lines(field, key, choice.info, given)))
+            if any(earlier.field_of(key) for earlier in classes[:index]):
+                continue
+            *sections, field = choice.path
+            for name in sections:
+                docstring = cls.model_fields[name].annotation.__doc__ or ""
+                first, _, _ = docstring.partition("\n")
+                tables.setdefault(name, [f"[{name}] # {first}"])
+            lines = _lines(field, key, choice.info, given)
+            tables["".join(sections)].append("\n".join(lines))
     return "\n\n\n".join("\n\n".join(parts) for parts in tables.values()) + "\n"
 
 
@@ -132,13 +135,16 @@ def _lines(field: str, key: str, info: FieldInfo, given: Mapping[str, Any]) -> I
     text = " ".join((info.description or "").split())
     kinds = (info.annotation, *typing.get_args(info.annotation))
     choices = [value for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)]
-    text += f" One of {', '.join(choices)}." if choices else ""
-    yield from (f"# {line}" for line in textwrap.wrap(text, WIDTH - 2))
+    if choices:
+        text += f" One of {', '.join(choices)}."
+    for line in textwrap.wrap(text, WIDTH - 2):
+        yield f"# {line}"
     if key in given:
         yield f"{field} = {_toml(given[key])}"
+    elif info.is_required() or info.default is None:
+        yield f"#{field} = {UNSET}"
     else:
-        has_default = not info.is_required() and info.default is not None
-        yield f"#{field} = {_toml(info.default) if has_default else UNSET}"
+        yield f"#{field} = {_toml(info.default)}"
 
 
 def _toml(value: Any) -> str:

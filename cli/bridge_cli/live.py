@@ -302,21 +302,32 @@ class Bars:
 
     def rows(self, width: int) -> list[str]:
         """Return the lines from top to bottom; a spread below a fifth of the largest value is not magnified."""
-        num_columns = min(width, len(self.values))
-        edges = [index * len(self.values) // num_columns for index in range(num_columns + 1)] if num_columns else []
-        columns = [statistics.fmean(self.values[start:end]) for start, end in itertools.pairwise(edges)]
+        columns = self._columns(width)
         finite = [value for value in columns if math.isfinite(value)] or [0.0]
-        middle = (min(finite) + max(finite)) / 2
-        half = max(max(finite) - min(finite), max(map(abs, finite)) / 5) / 2 or 1.0
+        lowest = min(finite)
+        highest = max(finite)
+        largest = max(abs(value) for value in finite)
+        middle = (lowest + highest) / 2
+        half = max(highest - lowest, largest / 5) / 2 or 1.0
         full = len(BLOCKS) - 1
         steps = full * self.height - 1
-        levels = [
-            1 + round((value - middle + half) / (2 * half) * steps) if math.isfinite(value) else 0 for value in columns
-        ]
-        return [
-            "".join(BLOCKS[min(max(level - full * row, 0), full)] for level in levels)
-            for row in reversed(range(self.height))
-        ]
+        levels = []
+        for value in columns:
+            share = (value - middle + half) / (2 * half)
+            levels.append(1 + round(share * steps) if math.isfinite(value) else 0)
+        rows = []
+        for row in reversed(range(self.height)):
+            filled = [min(max(level - full * row, 0), full) for level in levels]
+            rows.append("".join(BLOCKS[eighths] for eighths in filled))
+        return rows
+
+    def _columns(self, width: int) -> list[float]:
+        """Return the values, or means of several in a row, so that there are at most `width`."""
+        num_columns = min(width, len(self.values))
+        if not num_columns:
+            return []
+        edges = [index * len(self.values) // num_columns for index in range(num_columns + 1)]
+        return [statistics.fmean(self.values[start:end]) for start, end in itertools.pairwise(edges)]
 
 
 def _table(
@@ -383,8 +394,11 @@ def first_lines(text: str, width: int, num_lines: int) -> list[str]:
 
 def last_lines(text: str, width: int, num_lines: int) -> list[str]:
     """Return the last lines of `text`."""
-    kept = [*wrapped(escaped(text.rstrip()[-READ_CHARACTERS:]), width - 2)]
-    return kept if len(kept) <= num_lines else [f"… {kept[-num_lines].lstrip()}", *kept[len(kept) - num_lines + 1 :]]
+    lines = [*wrapped(escaped(text.rstrip()[-READ_CHARACTERS:]), width - 2)]
+    if len(lines) <= num_lines:
+        return lines
+    first, *rest = lines[len(lines) - num_lines :]
+    return [f"… {first.lstrip()}", *rest]
 
 
 def wrapped(text: str, width: int) -> Iterator[str]:
@@ -434,18 +448,26 @@ def duration(seconds: float) -> str:
     """Return a time in a readable unit, or a dash if it is unknown."""
     if not math.isfinite(seconds):
         return "-"
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.1f} ms"
     if seconds < 1:
-        return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+        return f"{1e3 * seconds:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min"
 
 
 def value_range(low: str, high: str) -> str:
     """Return a range of two values as text; a single unit that both values share is written once."""
     number, *units = low.split(" ")
-    return f"{number if units == high.split(' ')[1:] and len(units) < 2 else low} to {high}"
+    _, *units_of_high = high.split(" ")
+    if units == units_of_high and len(units) < 2:
+        return f"{number} to {high}"
+    return f"{low} to {high}"
 
 
 def whole_or_dash(value: float) -> str:

@@ -40,7 +40,9 @@ def open_run(
     reference.check(config.model_name, config.loss.reference_model)
     reporting.check_trackers(config.tracking)
     prefix = WAYS[config.way].checkpoint_prefix
-    run_dir, folder, checkpoint = config.run_dir, config.checkpoints.save_path, None
+    run_dir = config.run_dir
+    folder = config.checkpoints.save_path
+    checkpoint = None
     if config.resume:
         wanted = {key: config.get(key) for key, choice in config.choices().items() if choice.identifies}
         run_dir, folder, checkpoint = _resumed(run_dir, folder, prefix, wanted)

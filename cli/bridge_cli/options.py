@@ -84,7 +84,9 @@ def from_config(
 def _refuse_stray(positional: Sequence[str]) -> None:
     """Refuse positional arguments before --, which would be passed on to vLLM as its own flags."""
     given = command_line.ARGUMENTS.get()
-    num_passed_on = len(given) - given.index("--") - 1 if "--" in given else 0
+    num_passed_on = 0
+    if "--" in given:
+        num_passed_on = len(given) - given.index("--") - 1
     if stray := positional[: len(positional) - num_passed_on]:
         raise UsageError(f"unexpected argument {stray[0]}", hint=stray_hint(stray[0]))
 
@@ -140,9 +142,11 @@ def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator
     others = {name: cls.choices()[key].info for cls in configs for name, key in cls.names().items()}
     for name in sorted(others.keys() - shown.keys()):
         yield _parameter(name, bool if _kind(others[name]) is bool else str, hidden=True)
-    switches = [f"no_{name}" for name, choice in shown.items() if _kind(choice.info) is bool]
-    for name in switches + ["single_copy"] * ("mode" in shown):
-        yield _parameter(name, bool, hidden=True)
+    for name, choice in shown.items():
+        if _kind(choice.info) is bool:
+            yield _parameter(f"no_{name}", bool, hidden=True)
+    if "mode" in shown:
+        yield _parameter("single_copy", bool, hidden=True)
 
 
 def _synonyms(name: str, configs: tuple[type[Config], ...]) -> list[str]:

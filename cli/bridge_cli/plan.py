@@ -93,11 +93,16 @@ def plan(
     obstacles = _obstacles(folder, serve.quantization, train.publishing.reload)
     modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
     size = ModelSize.of(folder).quantized(serve.quantization, beside=train.publishing.reload != "transfer")
-    gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
+    if gpu_memory is None:
+        gpus: list[float] = [*accelerator.gpu_memory_bytes()]
+        host_bytes: float = left_bytes()
+    else:
+        gpus = [gpu_memory * GIB]
+        host_bytes = math.inf  # that of another machine is unknown
     if not gpus:
         raise UsageError("this machine has no GPU to plan for", hint="give its memory in GiB: --gpu-memory 80")
-    host_bytes = left_bytes() if gpu_memory is None else math.inf  # another machine's is unknown
-    host_bytes = host_bytes if host_memory is None else host_memory * GIB
+    if host_memory is not None:
+        host_bytes = host_memory * GIB
     rank_gpus.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
     replicated = train.changed(gpus=train.dp_size(tp_size))
@@ -163,8 +168,11 @@ def _show(plan: Plan, *, everything: bool) -> None:
         console.note("\nnothing fits: try a smaller --batch-size, --max-new-tokens or --max-model-len", style="bold")
     else:
         _show_recommended(plan, best)
-    nearest = [min(section, key=lambda row: row.lacking_gib) for _, section in groupby(plan.rows, _trainer_of)]
-    shown = plan.rows if everything else [best] if best else nearest
+    shown: Sequence[Row] = plan.rows
+    if not everything and best is not None:
+        shown = [best]
+    elif not everything:  # the nearest of each mode and device
+        shown = [min(section, key=lambda row: row.lacking_gib) for _, section in groupby(plan.rows, _trainer_of)]
     for (mode, device), section in groupby(shown, _trainer_of):
         _show_section(mode, device, list(section))
     lines = [LEGEND, *(line for word, line in WORDS.items() if any(word in row.name for row in shown))]
@@ -205,19 +213,28 @@ def _show_section(mode: str, device: str, rows: Sequence[Row]) -> None:
         table.add_column(name, justify="right", width=width)
     table.add_column("", width=VERDICT_WIDTH)
     for row in rows:
-        lacking = row.lacking_gib
+        state = f"{row.host_gib:.0f} host" if row.host_gib else f"{row.state_gib:.1f}"
+        kv_tokens = tokens(row.kv_tokens)
+        verdict = row.verdict
+        if row.lacking_gib:
+            kv_tokens = ""
+            digits = 0 if row.lacking_gib >= 100 else 1
+            verdict = f"lacks {row.lacking_gib:.{digits}f}"
         table.add_row(
             row.name,
             f"{row.gradients_gib:.1f}",
-            f"{row.host_gib:.0f} host" if row.host_gib else f"{row.state_gib:.1f}",
+            state,
             f"{row.activations_gib:.1f}",
             *(f"{gib:.1f}" if gib else "-" for gib in (row.kv_awake_gib, row.kv_asleep_gib)),
-            "" if lacking else tokens(row.kv_tokens),
-            Text(f"lacks {lacking:.{0 if lacking >= 100 else 1}f}" if lacking else row.verdict, STYLES[row.verdict]),
+            kv_tokens,
+            Text(verdict, STYLES[row.verdict]),
         )
     console.people.print(table)
 
 
 def tokens(count: int) -> str:
     """Return a number of tokens in thousands or millions."""
-    return f"{count / 1e6:.{2 if count < 1e8 else 0}f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
+    if count < 1e6:
+        return f"{count / 1e3:.0f}k"
+    digits = 2 if count < 1e8 else 0
+    return f"{count / 1e6:.{digits}f}M"

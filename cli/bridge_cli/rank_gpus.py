@@ -131,9 +131,14 @@ def _visible(count: int, tp_size: int, requested: int, device: str) -> list[str 
         return [None] * count
     num_gpus = len(accelerator.gpu_memory_bytes())
     if count > num_gpus:
-        wanted = f"--gpus {count}" if requested > 1 else f"--tensor-parallel-size {tp_size}"
-        fitting = [f"--gpus {max(num_gpus // tp_size * tp_size, min(tp_size, num_gpus))}"] if requested > 1 else []
-        fitting += [f"--tensor-parallel-size {num_gpus}"] if tp_size > num_gpus else []
+        wanted = f"--tensor-parallel-size {tp_size}"
+        fitting = []
+        if requested > 1:
+            wanted = f"--gpus {count}"
+            whole_replicas = num_gpus // tp_size * tp_size
+            fitting.append(f"--gpus {max(whole_replicas, min(tp_size, num_gpus))}")
+        if tp_size > num_gpus:
+            fitting.append(f"--tensor-parallel-size {num_gpus}")
         raise UsageError(f"{wanted}: this host has only {num_gpus} visible", hint=" ".join(fitting))
     given = os.environ.get(VISIBLE)
     numbers = given.split(",") if given else [*map(str, range(num_gpus))]

@@ -78,7 +78,8 @@ class Agent(LocalElasticAgent):
         """Return an error that says why a rank was lost, and where its output is."""
         workers = self.get_worker_group().workers
         for local_rank, number in self._killed.items():
-            worker, log = workers[local_rank], (self._scratch / f"{local_rank}.log").resolve()
+            worker = workers[local_rank]
+            log = (self._scratch / f"{local_rank}.log").resolve()
             where = f"its output is in {log}" if local_rank else "its output is above"
             return RankError(
                 f"rank {worker.global_rank} of {worker.world_size} was killed by {signal.Signals(number).name}",
@@ -147,7 +148,8 @@ def launch(layout: RankLayout) -> int:
         RankError: a rank or a host was lost more often than --restarts.
     """
     scratch = Path(tempfile.mkdtemp(prefix="bridge-"))
-    began, handler = time.monotonic(), None
+    began = time.monotonic()
+    handler = None
     try:
         with tcp_keepalive():
             handler = get_rendezvous_handler(_rendezvous(layout, scratch))

@@ -64,7 +64,9 @@ class OwnRank:
         variables = {name: os.environ.pop(name) for name in names}
         local_rank = int(variables["LOCAL_RANK"])
         gpus = settings["gpus"][local_rank]
-        os.environ.update(settings["variables"] | ({} if gpus is None else {VISIBLE: gpus}))
+        os.environ.update(settings["variables"])
+        if gpus is not None:
+            os.environ[VISIBLE] = gpus
         return cls(
             rank=int(variables["RANK"]), world_size=int(variables["WORLD_SIZE"]), local_rank=local_rank,
             tp_size=settings["tp_size"], cp_size=settings["cp_size"], device=settings["device"],
@@ -172,7 +174,8 @@ def main() -> None:
 
     # If the launcher dies, this host is lost; SIGTERM would count as an interrupt, which all ranks have to agree on.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    settings, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+    settings = json.loads(sys.argv[1])
+    arguments = sys.argv[2:]
     sys.argv = ["bridge", *arguments]  # the user's command, which the run records
     rank = OwnRank.of_elastic(settings)
     if rank.local_rank:

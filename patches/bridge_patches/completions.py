@@ -256,12 +256,13 @@ def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int
         return ["" for _ in completions]
     tail = list(prompt[-TAIL:])
     before, *texts = _decoded(tokenizer, [tail, *(tail + tokens for tokens in completions)])
-    return [
-        text.removeprefix(before)
-        if text.startswith(before) and not text.endswith(UNFINISHED)
-        else _whole_characters(tokenizer, tail, before, tokens)
-        for text, tokens in zip(texts, completions, strict=True)
-    ]
+    decoded = []
+    for text, tokens in zip(texts, completions, strict=True):
+        if text.startswith(before) and not text.endswith(UNFINISHED):
+            decoded.append(text.removeprefix(before))
+        else:
+            decoded.append(_whole_characters(tokenizer, tail, before, tokens))
+    return decoded
 
 
 def _whole_characters(tokenizer: Any, tail: list[int], before: str, tokens: list[int]) -> str:

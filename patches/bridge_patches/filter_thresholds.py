@@ -133,9 +133,10 @@ def _temperatures(_: Any, metadata: Any) -> Tensor | None:
 def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:
     states = sampler.sampling_states
     rows = batch.idx_mapping_np
-    is_filtered = (
-        bool((states.top_k.np[rows] != states.vocab_size).any())
-        or bool((states.top_p.np[rows] != 1.0).any())
-        or bool((states.min_p.np[rows] != 0.0).any())
-    )
-    return states.temperature.gpu[batch.expanded_idx_mapping] if is_filtered else None
+    cuts_top_k = (states.top_k.np[rows] != states.vocab_size).any()
+    cuts_top_p = (states.top_p.np[rows] != 1.0).any()
+    cuts_min_p = (states.min_p.np[rows] != 0.0).any()
+    if not (cuts_top_k or cuts_top_p or cuts_min_p):
+        return None
+    temperatures: Tensor = states.temperature.gpu[batch.expanded_idx_mapping]
+    return temperatures

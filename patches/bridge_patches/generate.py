@@ -165,11 +165,11 @@ def _logprobs(choice: Mapping[str, Any]) -> list[list[dict[int, float]]]:
     """Return per token a list of one dict: the token's own log-probability first, then those of the likeliest."""
     logprobs = choice["logprobs"]
     tops = logprobs["top_logprobs"] or [None] * len(choice["token_ids"])
-    positions = zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True)
-    return [
-        [{token: own, **{int(id_.removeprefix("token_id:")): value for id_, value in (top or {}).items()}}]
-        for token, own, top in positions
-    ]
+    reply = []
+    for token, own, top in zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True):
+        likeliest = {int(name.removeprefix("token_id:")): value for name, value in (top or {}).items()}
+        reply.append([{token: own, **likeliest}])
+    return reply
 
 
 def watch_sampling(engine: Any) -> None:

@@ -98,10 +98,15 @@ def _signature_fault(source: ast.Module, groups: Groups) -> str | None:
     has_default.pop("self", None)
     expected = _names(groups)
     taken = f"takes ({', '.join(has_default)}), expected ({groups['names']})"
-    if not (list(has_default) == expected if groups["use"] == "replace" else has_default.keys() >= set(expected)):
+    fits = has_default.keys() >= set(expected)
+    if groups["use"] == "replace":
+        fits = list(has_default) == expected
+    if not fits:
         return taken
     required = sorted(name for name in has_default if not has_default[name] and name not in expected)
-    return f"{taken}: {', '.join(required)} has no default" if groups["use"] == "call" and required else None
+    if groups["use"] == "call" and required:
+        return f"{taken}: {', '.join(required)} has no default"
+    return None
 
 
 def _definition_fault(source: ast.Module, groups: Groups) -> str | None:
@@ -114,8 +119,12 @@ def _definition_fault(source: ast.Module, groups: Groups) -> str | None:
 
 def _constant_fault(source: ast.Module, groups: Groups) -> str | None:
     node = find(source, groups["name"])
-    value = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else None
-    return None if value in groups["value"].split(" | ") else f"is {value}, expected {groups['value']}"
+    value = None
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+        value = ast.unparse(node.value)
+    if value in groups["value"].split(" | "):
+        return None
+    return f"is {value}, expected {groups['value']}"
 
 
 def _list_fault(source: ast.Module, groups: Groups) -> str | None:
@@ -172,7 +181,11 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _defined(node: ast.stmt) -> tuple[str, ...]:
     if isinstance(node, FunctionNode | ast.ClassDef):
         return (node.name,)
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
     return tuple(target.id for target in targets if isinstance(target, ast.Name))
 
 

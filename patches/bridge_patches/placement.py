@@ -165,8 +165,9 @@ def lora_slots(model: nn.Module, views: Mapping[str, View]) -> dict[str, Pair]:
 
 def _of_experts(owner: str, stacks: list[Pair]) -> dict[str, Pair]:
     """Return the slots of experts by projection; none of experts whose gate and up have one slot together."""
-    is_whole = len(stacks) == len(PROJECTIONS) and owner.endswith(f".{EXPERTS}")
-    return {f"{owner}.lora.{name}": pair for name, pair in zip(PROJECTIONS, stacks, strict=True)} if is_whole else {}
+    if len(stacks) != len(PROJECTIONS) or not owner.endswith(f".{EXPERTS}"):
+        return {}
+    return {f"{owner}.lora.{name}": pair for name, pair in zip(PROJECTIONS, stacks, strict=True)}
 
 
 def _lora_layers(model: nn.Module) -> Mapping[str, Any]:
@@ -176,7 +177,9 @@ def _lora_layers(model: nn.Module) -> Mapping[str, Any]:
 
 def _pieces(layer: Any, side: str) -> tuple[torch.Tensor, ...]:
     stacked = getattr(layer, side, ())
-    return (stacked,) if isinstance(stacked, torch.Tensor) else stacked if isinstance(stacked, tuple) else ()
+    if isinstance(stacked, torch.Tensor):
+        return (stacked,)
+    return stacked if isinstance(stacked, tuple) else ()
 
 
 def _is_plain(a: torch.Tensor, b: torch.Tensor, shape: Shape) -> bool:

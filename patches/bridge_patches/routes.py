@@ -84,15 +84,16 @@ def capabilities(engine_client: Any, experts: tuple[int, int] | None = None) -> 
     """Return what the server can do; `experts` is what its first rank reports of them."""
     model_config = engine_client.model_config
     cache_config = engine_client.vllm_config.cache_config
+    num_kv_tokens = (cache_config.num_gpu_blocks or 0) * cache_config.block_size
+    transfer_backend = getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
     return protocol.Capabilities(
         # Backends other than vLLM's own pool would free weights as well.
         can_sleep=bool(model_config.enable_sleep_mode) and model_config.sleep_mode_backend == "cumem",
         # A connector finds blocks by their tokens.
         can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
-        kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
+        kv_tokens=num_kv_tokens or None,
         experts=experts,
-        can_receive_weights=getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
-        == receiver.ENGINE,
+        can_receive_weights=transfer_backend == receiver.ENGINE,
     )
 
 

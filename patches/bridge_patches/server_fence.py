@@ -235,8 +235,10 @@ class ServerFence:
         if not reads:
             self.refuse_without_lease(request.holder)
         self._refuse_busy(request.holder)
-        is_rewrite = request.takeover and request.writes == self.writes
-        return self._after("rewrite" if is_rewrite else "read" if reads else "write", self.phase)
+        step: Step = "read" if reads else "write"
+        if request.takeover and request.writes == self.writes:
+            step = "rewrite"
+        return self._after(step, self.phase)
 
     async def _stop_engine(self, request: PauseRequest) -> None:
         await self._engine.engine_core.pause_scheduler_async(mode=request.in_flight, clear_cache=False)

@@ -199,7 +199,9 @@ class Artist:
 def smoothed(values: Column) -> Column:
     """Return the exponential moving average, corrected for its start as in Adam (arXiv 1412.6980)."""
     keep = 1 - 1 / max(5, len(values) // 40)
-    average, weight, result = 0.0, 0.0, np.full(len(values), np.nan)
+    average = 0.0
+    weight = 0.0
+    result = np.full(len(values), np.nan)
     for index in np.flatnonzero(np.isfinite(values)):
         average = keep * average + (1 - keep) * values[index]
         weight = keep * weight + (1 - keep)

@@ -132,7 +132,9 @@ def choices(run: Run) -> dict[str, tuple[list[Choice], list[Choice]]]:
     for title, kind, config in given:
         changed, unchanged = tables.setdefault(title, ([], []))
         for name, value in config.items():
-            known, default, about = kind.choices().get(name), "–", "This version of Bridge does not know it."
+            known = kind.choices().get(name)
+            default = "–"
+            about = "This version of Bridge does not know it."
             if known is not None:
                 about = known.info.description or ""
                 if not known.info.is_required():

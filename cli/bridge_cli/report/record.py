@@ -82,7 +82,8 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
     Raises:
         UsageError: `path` is not a run directory, or has no complete step.
     """
-    files, notes = RunDirectory(path), list[str]()
+    files = RunDirectory(path)
+    notes = list[str]()
     if not files.metrics.is_file():
         if inside := sorted(path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime):
             command = shlex.join(["bridge", "report", str(inside[-1].parent)])
@@ -182,7 +183,8 @@ def _events(files: RunDirectory) -> Iterator[Event]:
         try:
             time = datetime.fromisoformat(stamp).astimezone()
         except ValueError:
-            time, rest = None, line
+            time = None
+            rest = line
         named = re.search(r"\bstep (\d{1,15})\b", line)
         yield Event(time, rest, int(named[1]) if named else None)
 
@@ -248,13 +250,13 @@ def _series(file: BinaryIO, offsets: Mapping[int, list[int]], longest: int) -> d
 
 def _step(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rewards of a step, and its best, median, worst and first unscored completion."""
-    completions, unscored = (
-        [sample | {"problem": row["problem"], "label": "unscored"} for row in rows for sample in row.get(kind, [])]
-        for kind in ("completions", "unscored")
-    )
-    scored = sorted(
-        (sample for sample in completions if sample.get("reward") is not None), key=lambda sample: sample["reward"]
-    )
+    scored = []
+    unscored = []
+    for row in rows:
+        about = {"problem": row["problem"], "label": "unscored"}
+        scored += [sample | about for sample in row.get("completions", []) if sample.get("reward") is not None]
+        unscored += [sample | about for sample in row.get("unscored", [])]
+    scored.sort(key=lambda sample: sample["reward"])
     rewards = [sample["reward"] for sample in scored]
     picked = {"best": -1, "median": len(scored) // 2, "worst": 0}
     if len(scored) < 3:
