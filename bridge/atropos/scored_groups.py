@@ -28,9 +28,10 @@ KNOWN_OVERRIDES = {ZERO, WEIGHT_VERSIONS, "temperature", "group_size"}
 def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
     """Return a usable group as training needs it."""
     flags = [_sampled(mask) for mask in group.masks]
-    prefixes = [
-        tokens[: own.index(True) if True in own else None] for tokens, own in zip(group.tokens, flags, strict=True)
-    ]
+    prefixes = []
+    for tokens, own in zip(group.tokens, flags, strict=True):
+        end = own.index(True) if True in own else len(tokens)
+        prefixes.append(tokens[:end])
     first, last = min(prefixes), max(prefixes)  # all begin with what these two begin with
     pairs = enumerate(zip(first, last, strict=False))
     start = next((index for index, (low, high) in pairs if low != high), min(len(first), len(last)))
@@ -115,15 +116,16 @@ def scored_group(
     """Return a group as the API accepts it; a NaN, which JSON cannot encode, would cost a whole batch."""
     question = problem["prompt"]
     before: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    of_prompt = (UNKNOWN_LOGPROB,) * len(prompt)
+    logprobs = []
+    for completion in completions:
+        known = [value if math.isfinite(value) else UNKNOWN_LOGPROB for value in completion.logprobs]
+        logprobs.append((*of_prompt, *known))
     return ScoredGroup(
         tokens=tuple(prompt + completion.token_ids for completion in completions),
         masks=tuple((MASKED,) * len(prompt) + completion.token_ids for completion in completions),
         scores=tuple(rewards),
-        inference_logprobs=tuple(
-            (UNKNOWN_LOGPROB,) * len(prompt)
-            + tuple(value if math.isfinite(value) else UNKNOWN_LOGPROB for value in completion.logprobs)
-            for completion in completions
-        ),
+        inference_logprobs=tuple(logprobs),
         overrides=tuple(map(_version_runs, completions)),
         messages=[[*before, {"role": "assistant", "content": completion.text}] for completion in completions],
         generation_params=generation_params,

@@ -131,7 +131,8 @@ def _did_you_mean(source: Path) -> str:
     """Suggest the newest checkpoint below `source`, or else a folder beside it with a similar name."""
     below = [*source.glob("*_[0-9]*"), *source.glob("*/*_[0-9]*")]
     if steps := [folder for folder in below if checkpoint.is_checkpoint(folder)]:
-        return f"did you mean {max(steps, key=lambda folder: int(folder.name.rpartition('_')[2]))}?"
+        newest = max(steps, key=lambda folder: int(folder.name.rpartition("_")[2]))
+        return f"did you mean {newest}?"
     beside = [] if source.is_dir() else [folder.name for folder in source.parent.glob("*/")]
     near = difflib.get_close_matches(source.name, beside, n=1)
     return f"did you mean {source.parent / near[0]}?" if near else ""

@@ -5,7 +5,7 @@ Every value is bounded; where one was cut, it has a note. docs/looking.md docume
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any
 
 from bridge.core import json_lines
@@ -111,14 +111,14 @@ def _num_shared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
 
 def _versions(completion: Completion) -> list[int]:
     """Return the versions of the weights that sampled it, the oldest first; empty if one is unknown."""
-    versions = {
-        version
-        for sequence in completion.sequences
-        for version in (
-            sequence.versions if sequence.sampled is None else compress(sequence.versions, sequence.sampled)
-        )
-    }
-    return [] if None in versions else sorted(version for version in versions if version is not None)
+    versions: set[int] = set()
+    for sequence in completion.sequences:
+        sampled = repeat(True) if sequence.sampled is None else sequence.sampled
+        for version in compress(sequence.versions, sampled):
+            if version is None:
+                return []
+            versions.add(version)
+    return sorted(versions)
 
 
 def _shown(versions: Sequence[int]) -> int | str | None:

@@ -225,12 +225,13 @@ class Transfer(OwnCopy):
                 f"--servers: {names[urls.index(urls[first])]} and {names[first]} are the same server",
                 hint="name each server once",
             )
-        return [
-            PatchedReceiver(own[url], self._run.name, timeout_s=timeout_s)
-            if url in own
-            else StockReceiver(url, self._run.name, timeout_s=timeout_s)
-            for url in urls
-        ]
+        receivers: list[Receiver] = []
+        for url in urls:
+            if url in own:
+                receivers.append(PatchedReceiver(own[url], self._run.name, timeout_s=timeout_s))
+            else:
+                receivers.append(StockReceiver(url, self._run.name, timeout_s=timeout_s))
+        return receivers
 
     def _reload(self) -> float:
         with (

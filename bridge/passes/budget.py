@@ -174,12 +174,15 @@ class Budget:
     def too_few_for_one_pass(self, samples: Sequence[Sample], num_passes: int, *, num_updates: int) -> UsageError:
         """Return the error for an update that must be a single pass but needs several within this budget."""
         cuts = [cut for cut in range(num_passes * num_updates, self._num_groups + 1) if self._num_groups % cut == 0]
+        hint = "a smaller --batch-size, or --offload-optimizer without --gradient-release"
+        if self._replicas == 1:
+            hint = "a smaller --batch-size, or --offload-optimizer, which sums gradients in host memory"
+        if cuts:
+            hint = f"--updates-per-batch {cuts[0]}, {hint}"
         return UsageError(
             f"--gradient-release updates each parameter within one backward pass, but the {len(samples)}"
             f" completions of an update need {num_passes}, of at most {self._tokens:,} tokens",
-            hint=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
-            + "a smaller --batch-size, or --offload-optimizer"
-            + (", which sums gradients in host memory" if self._replicas == 1 else " without --gradient-release"),
+            hint=hint,
         )
 
     def _consider(self, samples: Sequence[Sample]) -> None:

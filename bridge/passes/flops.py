@@ -64,24 +64,23 @@ class Flops:
         head = model.get_output_embeddings()
         tables = (module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding))
         apart = {id(parameter) for module in (*tables, head) for parameter in module.parameters()}
+        of_token = 0.0
+        for parameter in model.get_decoder().parameters():
+            if parameter.ndim > 1 and id(parameter) not in apart:
+                of_token += _passes(parameter) * 2 * parameter.numel() * _active(parameter, config)
         num_stateful = sum(kind not in KEEP_KEYS_AND_VALUES for kind in getattr(config, "layer_types", None) or ())
+        of_token += 3 * num_stateful * _state(config) / num_parts
         return cls(
-            of_token=sum(
-                _passes(parameter) * 2 * parameter.numel() * _active(parameter, config)
-                for parameter in model.get_decoder().parameters()
-                if parameter.ndim > 1 and id(parameter) not in apart
-            )
-            + 3 * num_stateful * _state(config) / num_parts,
+            of_token=of_token,
             of_row=_passes(head.weight) * 2 * head.weight.numel(),
             of_pair={window: 3 * of_layers / num_parts for window, of_layers in _pairs(model, config).items()},
         )
 
     def of_batch(self, batch: MicroBatch) -> float:
         """Return the operations of one forward and backward pass."""
-        pairs = sum(
-            per_pair * sum(num_pairs(span, window) for span in batch.lengths)
-            for window, per_pair in self.of_pair.items()
-        )
+        pairs = 0.0
+        for window, per_pair in self.of_pair.items():
+            pairs += per_pair * sum(num_pairs(span, window) for span in batch.lengths)
         return self.of_token * len(batch.tokens_T) + self.of_row * len(batch.rows_N) + pairs
 
 

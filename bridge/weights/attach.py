@@ -74,12 +74,12 @@ class AttachedModel:
         """Return the parameters outside the server's storages; normally none."""
         storages = [tensor.untyped_storage() for tensor in self.server_tensors.values()]
         spans = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
-        return [
-            name
-            for name, parameter in self.model.named_parameters()
-            if name.partition(".lora_")[0] not in self.shard.lora_slots  # an adapter is in a slot
-            and not any(start <= parameter.data_ptr() < end for start, end in spans)
-        ]
+        unshared = []
+        for name, parameter in self.model.named_parameters():
+            is_in_slot = name.partition(".lora_")[0] in self.shard.lora_slots  # as an adapter is
+            if not is_in_slot and not any(start <= parameter.data_ptr() < end for start, end in spans):
+                unshared.append(name)
+        return unshared
 
     def weight_bytes(self) -> int:
         """Measure the bytes of weights that this process holds beside the server's; 0 with one copy."""

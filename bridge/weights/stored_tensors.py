@@ -142,13 +142,12 @@ def check_adapter(folder: Path, shard: Shard) -> None:
 
 def _of_experts(shard: Shard, projections: Container[str]) -> list[str]:
     """Return the names of an adapter's matrices of these projections of all routed experts."""
-    return [
-        stored
-        for name, slot in sorted(shard.lora_slots.items())
-        if STACKED in name and name.rpartition(".")[2] in projections
-        for side in "AB"
-        for stored in stored_names(f"base_model.model.{name}.lora_{side}.weight", slot.lora_a.shape[1:])
-    ]
+    names: list[str] = []
+    for name, slot in sorted(shard.lora_slots.items()):
+        if STACKED in name and name.rpartition(".")[2] in projections:
+            for side in "AB":
+                names += stored_names(f"base_model.model.{name}.lora_{side}.weight", slot.lora_a.shape[1:])
+    return names
 
 
 def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:

@@ -340,8 +340,10 @@ def _named_patterns(data_files: Any) -> list[tuple[str, list[str]]]:
     """Return the patterns of each split, in any of the forms that a card may have."""
     if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
         pairs = [(entry["split"], entry["path"]) for entry in data_files]
+    elif isinstance(data_files, dict):
+        pairs = [*data_files.items()]
     else:
-        pairs = list(data_files.items()) if isinstance(data_files, dict) else [("train", data_files)]
+        pairs = [("train", data_files)]
     return [(name, [given] if isinstance(given, str) else list(given)) for name, given in pairs]
 
 

@@ -244,13 +244,11 @@ def _class(config: TaskConfig) -> type:
 
 def _no_environment(name: str) -> UsageError:
     known = [*CLASSES, *FORMATS]
-    close = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
     form = FORMS["environment"]
-    return UsageError(
-        f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}",
-        hint=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
-    )
+    hint = f"--environment arithmetic, or --environment {form} for your own"
+    if close := difflib.get_close_matches(name, known, n=1):
+        hint = f"did you mean {close[0]}? --environment {close[0]}, or --environment {form} for your own"
+    return UsageError(f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}", hint=hint)
 
 
 def _instructed(problem: Problem, system_prompt: str | None, *, is_chat: bool = False) -> Problem:
