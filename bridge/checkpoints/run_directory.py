@@ -134,6 +134,17 @@ class RunDirectory:
         return run
 
     @classmethod
+    def of_checkpoint(cls, folder: Path, *, saved_by: Path) -> "RunDirectory":
+        """Return the run that a checkpoint belongs to: the one in which it lies, which may have been moved or copied.
+
+        Otherwise that of `saved_by`, the run directory that the checkpoint names.
+        """
+        around = cls(folder.absolute().parent.parent)
+        its_saved = around.save_path
+        is_inside = its_saved is not None and its_saved.resolve() == folder.resolve().parent
+        return around if is_inside else cls(saved_by)
+
+    @classmethod
     def join(cls, path: Path) -> "RunDirectory":
         """Open the directory of a run whose rank 0 has claimed it and writes it.
 
@@ -160,9 +171,13 @@ class RunDirectory:
 
     @property
     def save_path(self) -> Path | None:
-        """The folder of the run's checkpoints; None if it is not known."""
+        """The folder of the run's checkpoints: the user's choice, else its own, also in a moved or copied run.
+
+        None if it is not known.
+        """
         try:
-            return Path(self.choices()["save_path"])
+            chosen = self.choices(derived=False)["save_path"]
+            return self.checkpoints if chosen is None else Path(chosen)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 

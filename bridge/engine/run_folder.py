@@ -185,7 +185,7 @@ class RunFolder:
 
     def _opened(self, run: RunDirectory) -> RunDirectory:
         choices = self._sampling.model_dump(mode="json")
-        document = {"model_name": self._model, **choices, "save_path": str(run.checkpoints.absolute())}
+        document = {"model_name": self._model, **choices, "save_path": None}
         write_json(run.writable(run.config), document, mode=0o600)
         run.append_start(provenance.of_this_process())
         return run

@@ -68,7 +68,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
         UsageError: the position in the data is not valid with these choices.
     """
     progress = source.progress
-    before = _choices(RunDirectory(progress.run_dir))
+    before = _choices(RunDirectory.of_checkpoint(source.folder, saved_by=progress.run_dir))
     now = flattened(TrainConfig, config.model_dump(mode="json"))
     differing = {key for key, value in now.items() if key in before and before[key] != value}
     seed = before.get("seed") if progress.seed is None else progress.seed

@@ -114,12 +114,16 @@ def _directory(
     run_dir: Path | None, save_path: Path | None, checkpoint: "SavedCheckpoint | None", task: str, *, resume: bool
 ) -> RunDirectory:
     """Return the run directory of the resumed run, or a new one."""
-    step, own = (checkpoint.progress.step, checkpoint.progress.run_dir) if checkpoint else (0, None)
+    step, own = 0, None
+    if checkpoint is not None:
+        step = checkpoint.progress.step
+        own = RunDirectory.of_checkpoint(checkpoint.folder, saved_by=checkpoint.progress.run_dir).path
     path = run_dir or own
     if resume and path and save_path and path.is_dir():
         its_saved = RunDirectory(path).save_path
         is_own = own is not None and own.resolve() == path.resolve()
-        if is_own or (its_saved is not None and its_saved.resolve() == save_path.resolve()):
+        have_moved = its_saved is None or not its_saved.is_dir()
+        if (is_own and have_moved) or (its_saved is not None and its_saved.resolve() == save_path.resolve()):
             return RunDirectory.reopen(path, step)
     run = RunDirectory.create(run_dir, environment=task)
     if checkpoint is not None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -321,6 +322,24 @@ def test_resume_takes_the_newest_run_of_the_same_task(runs: Runs) -> None:
     assert opened.save_path.samefile(newest.checkpoints)
     assert opened.lines == [f"resuming after step 2 from {newest.checkpoints / 'step_2'}"]
     assert (steps(newest.metrics), steps(newest.lost_metrics)) == ([1, 2], [3])
+
+
+@pytest.mark.parametrize("named_by", ["run_dir", "save_path"])
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_moved_or_copied_run_resumes_where_it_is(runs: Runs, is_copy: bool, named_by: str) -> None:
+    original = runs.made("original", saved=3, save_path=None)
+    before = {path: path.read_bytes() for path in original.path.rglob("*") if path.is_file()}
+    there = RunDirectory(runs.workspace.folder / "backup" / "elsewhere")
+    (shutil.copytree if is_copy else shutil.move)(original.path, there.path)
+    place = {"run_dir": there.path} if named_by == "run_dir" else {"save_path": there.checkpoints}
+    opened = runs.workspace.open(resume=True, **{"save_path": None, **place})
+    assert opened.lines == [f"resuming after step 3 from {there.checkpoints / 'step_3'}"]
+    assert (opened.run.path, opened.save_path) == (there.path, there.checkpoints)
+    assert (steps(there.metrics), steps(there.lost_metrics)) == ([1, 2, 3], [4])
+    if is_copy:
+        assert {path: path.read_bytes() for path in original.path.rglob("*") if path.is_file()} == before
+    else:
+        assert not original.path.exists()
 
 
 def test_newer_run_without_a_checkpoint_is_skipped(runs: Runs) -> None:

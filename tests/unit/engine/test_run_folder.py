@@ -4,6 +4,7 @@ Not covered: a loop that is killed on a real server (`tests/cpu/test_library.py`
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import combinations
@@ -98,6 +99,21 @@ def test_resumed_loop_repeats_its_steps_exactly(attach: Attach, tmp_path: Path, 
     assert [line["loss"] for line in repeated] == [line["loss"] for line in logged]
     assert all(map(torch.equal, expected, weights(resumed)))
     assert calls(resumed)[:3] == ["lease", "pause", "publish"], "the checkpoint must be loaded inside the fence"
+
+
+def test_a_copied_run_directory_resumes_from_its_own_checkpoints(attach: Attach, tmp_path: Path) -> None:
+    policy = attach()
+    optimizer = policy.optimizer(lr=1e-2)
+    step(policy, optimizer, 1)
+    policy.save(step=1, optimizer=optimizer)
+    expected = weights(policy)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    step(policy, optimizer, 2)
+    policy.save(step=2, optimizer=optimizer)
+    policy.close()
+    resumed = attach(tmp_path / "copy")
+    assert resumed.resume(resumed.optimizer(lr=1e-2)) == 1
+    assert all(map(torch.equal, expected, weights(resumed)))
 
 
 def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:

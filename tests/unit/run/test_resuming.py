@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def saved(run_dir: Path, problems: Environment, **choices: Any) -> SavedCheckpoi
         step=4, weight_version=4, problems_drawn=4, run_dir=run_dir,
         seed=chosen.seed, problems=resuming.digest(problems),
     )  # fmt: skip
-    folder = checkpoint.save(run_dir / "step_4", lambda path: (path / "x").touch(), progress)
+    folder = checkpoint.save(run_dir / "checkpoints" / "step_4", lambda path: (path / "x").touch(), progress)
     return checkpoint.read(folder)
 
 
@@ -63,6 +64,17 @@ def test_changes_on_resume_are_one_line(run_dir: Path) -> None:
     assert lines == [
         "changed since step 4: group_size 8 -> 2, batch_size 64 -> 16, loss dapo -> grpo, lr 0.0001 -> default"
     ]
+
+
+def test_changes_of_a_copied_run_are_those_since_the_copy(run_dir: Path) -> None:
+    original = run_dir / "original"
+    original.mkdir()
+    source = saved(original, task(named(NAMES)), lr=1e-4)
+    shutil.copytree(original, run_dir / "copy")
+    saved(original, task(named(NAMES)), lr=2e-4)  # the original has gone on with another rate
+    copied = checkpoint.read(run_dir / "copy" / "checkpoints" / source.folder.name)
+    lines = resuming.check(copied, config(lr=3e-4), task(named(NAMES)))
+    assert lines == ["changed since step 4: lr 0.0001 -> 0.0003"]
 
 
 @pytest.mark.parametrize(("schedule", "is_reported"), [("cosine", True), ("linear", True), ("constant", False)])
