@@ -210,7 +210,7 @@ def obstacles(config: Config) -> list[Obstacle]:
     if config.get("is_encoder_decoder"):
         problems.append(Obstacle("an encoder and a decoder: not a causal language model"))
     if is_inside:
-        reason = f"a {config.get('model_type', 'model')}, whose language model is one part of several"
+        reason = f"a {config.get('model_type', 'model')}, whose language model is one of several parts"
         problems.append(Obstacle(reason, f"--mode {SHARED}, which leaves the other parts unchanged", (LORA, NONE)))
     names = config.get("architectures") or []
     suffixes = (*CAUSAL, INSIDE) if is_inside else CAUSAL

@@ -1,12 +1,12 @@
 """A LoRA adapter inside a model: inserted, trained in place, saved and loaded as by PEFT.
 
-vLLM keeps B multiplied by the scaling alpha / r, and computes y = W x + B A x. So do we: B is held multiplied, and
-PEFT's own factor is 1. Saving divides again: the result is a plain PEFT adapter.
+vLLM stores B pre-multiplied by the scaling alpha / r, and computes y = W x + B A x. Bridge does the same: B is stored
+scaled, and PEFT's own scaling factor is 1. Saving divides B by the scaling, which gives a standard PEFT adapter.
 
-Beside a part of a weight lies a part of its adapter: the same columns of A, and the same rows of B. What is saved is
-whole, whatever the number of parts.
+A rank that holds a shard of a weight holds the matching shard of its adapter: the same columns of A and the same rows
+of B. The saved adapter is always the full one, whatever the number of ranks.
 
-Not covered: how vLLM gets it (`bridge/modes/lora.py`).
+Not covered: how vLLM gets the adapter (`bridge/modes/lora.py`).
 Source: LoRA, arXiv 2106.09685; `LoRALayerWeights.optimize` in vLLM's `lora/lora_weights.py`.
 """
 
@@ -35,12 +35,12 @@ from bridge.weights.rank_parts import Cut, Parts
 from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, EXPERTS, PROJECTIONS, stored_names
 
 NAME = "default"
-"""PEFT's name of the one adapter."""
+"""PEFT's name for the adapter."""
 NAMES_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate", "shared_expert_gate"})
-"""Last names of layers that PEFT takes for those of stacked experts or for their router; and of a shared expert's gate,
-which vLLM 0.32 calls by another name, without its adapter."""
+"""Last name components that PEFT treats as stacked experts or their router, and that of the shared expert's gate, whose
+adapter vLLM 0.32 ignores because it uses a different name for the gate."""
 ALL_LINEAR = "all-linear"
-"""PEFT's word for every linear layer but the head."""
+"""PEFT's keyword for every linear layer except the output head."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Matrices:
     """The adapter of one module."""
 
     lora_a: nn.Parameter
-    """Shape [r, in], or this part's columns; [experts, r, in] of routed experts."""
+    """Shape [r, in], or this rank's columns of it; [experts, r, in] for routed experts."""
     lora_b: nn.Parameter
-    """Shape [out, r], or this part's rows, multiplied by the scaling; [experts, out, r] of routed experts."""
+    """Shape [out, r], or this rank's rows of it, multiplied by the scaling; [experts, out, r] for routed experts."""
 
 
 class Adapter:
-    """One adapter in one model, whose other weights are frozen."""
+    """The adapter of a model whose other weights are frozen."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Adapter:
         cuts: Sequence[Mapping[str, Cut]] = (),
         tp_group: Ranks = ALONE,
     ) -> None:
-        """Insert a new adapter into `model`: A random by the seed, B zero, both in the model's dtype.
+        """Insert a new adapter into `model`: A random from `seed`, B zero, both in the model's dtype.
 
-        `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `tp_group`
-        the ranks that hold them. Every part then gets its part of the same adapter.
+        With tensor parallelism, `cuts` says which share of each parameter each rank holds, and `tp_group` is the group
+        of these ranks. Each rank then gets its share of the same adapter.
         """
         names = check_targets(model, lora)
         settings = peft.LoraConfig(
@@ -83,12 +83,12 @@ class Adapter:
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             self.peft_model = _inserted(model, settings, lora.target_modules)
-            """`model` as PEFT wraps it. It holds B multiplied by the scaling: save it here, not by PEFT."""
+            """`model`, wrapped by PEFT. B is stored scaled: use `save` of this class, not PEFT's."""
             if lora.has_experts:
                 _adapt_experts(model, self.peft_model.peft_config[NAME], is_whole=not cuts)
         self.peft_model.peft_config[NAME].base_model_name_or_path = base_name
         self.modules: dict[str, Matrices] = {}
-        model.eval()  # PEFT inserts in training mode; of the whole model only the adapter's dropout may be active
+        model.eval()  # PEFT inserts modules in training mode; only the adapter's dropout may be active
         for name, module in model.named_modules():
             layer: Any = module
             if hasattr(layer, "lora_A") and NAME in layer.lora_A:
@@ -104,7 +104,7 @@ class Adapter:
             matrix.data = self._own(name, matrix.detach()).clone(memory_format=torch.contiguous_format)
 
     def lr_factors(self) -> dict[str, float]:
-        """Return every trained parameter by its name in the model, with the factor that it is held multiplied by."""
+        """Return the factor by which each trained parameter is stored scaled, by its name in the model."""
         factors = {"lora_A": 1.0, "lora_B": self.scaling}
         return {
             f"{module}.{matrix}.{NAME}.weight": factor for module in self.modules for matrix, factor in factors.items()
@@ -114,7 +114,10 @@ class Adapter:
         return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into `folder` as PEFT and stock vLLM load it; the other ranks call `send_parts` at the same time."""
+        """Write the adapter into `folder` in PEFT's format, which stock vLLM loads, too.
+
+        The other ranks call `send_parts` at the same time.
+        """
         tensors = dict[str, Tensor]()
         for name, tensor in self._unscaled():
             names = stored_names(name, tensor.shape)
@@ -124,12 +127,12 @@ class Adapter:
         self.peft_model.peft_config[NAME].save_pretrained(str(folder))
 
     def send_parts(self) -> None:
-        """Take part while another rank saves; raises what `save` raises."""
+        """Send this rank's parts to the rank that saves; raises the same errors as `save`."""
         for _ in self._unscaled():
             pass
 
     def load(self, folder: Path) -> None:
-        """Copy a saved adapter, or this part of it, into the matrices, in place."""
+        """Copy a saved adapter, or this rank's part of it, into the matrices in place."""
         saved = self.check(folder)
         with torch.no_grad():
             for name, parameter in self._state().items():
@@ -139,22 +142,24 @@ class Adapter:
                 parameter.copy_(value.double() * self.scaling if "lora_B" in name else value)
 
     def check(self, folder: Path) -> dict[str, Tensor]:
-        """Return a saved adapter's tensors, which fit."""
+        """Return the tensors of a saved adapter; raise UsageError if they do not match this adapter."""
         try:
             saved: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
             config = peft.LoraConfig.from_pretrained(str(folder))
         except (OSError, ValueError, SafetensorError) as error:
-            raise UsageError(f"{folder} holds no readable adapter: {error}", hint="name another one") from error
+            raise UsageError(
+                f"{folder} does not contain a readable adapter: {error}", hint="name the folder of a saved adapter"
+            ) from error
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         wholes = {name: self._shape(name, tensor) for name, tensor in self._state().items()}
         expected = {key: shape[-2:] for name, shape in wholes.items() for key in stored_names(name, shape)}
         odd = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         if odd or config.lora_alpha / config.r != self.scaling:
             raise UsageError(
-                f"{folder} is another adapter: rank {config.r}, alpha {config.lora_alpha}, {len(odd)} matrices differ"
-                f"{f', the first: {odd[0]}' if odd else ''}",
-                hint=f"--lora-r {config.r} --lora-alpha {config.lora_alpha} and the --lora-target-modules it was made"
-                " with",
+                f"{folder} contains a different adapter: rank {config.r}, alpha {config.lora_alpha}, {len(odd)} "
+                f"matrices differ{f', first: {odd[0]}' if odd else ''}",
+                hint=f"use --lora-r {config.r} --lora-alpha {config.lora_alpha} and the --lora-target-modules that it"
+                " was trained with",
             )
         return saved
 
@@ -165,12 +170,12 @@ class Adapter:
         return tuple(tensor.shape) if self._parts is None else self._parts.own[_name_of(key)].shape
 
     def _state(self) -> Mapping[str, Tensor]:
-        # the default, "auto", would ask the hub for the model's configuration at every step
+        # the default, "auto", would request the model's configuration from the hub at every step
         state: Mapping[str, Tensor] = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
         return state
 
     def _unscaled(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is saved, whole; B in a wider type unless its own can be multiplied back to the very same bits."""
+        """Yield the full tensors to save: B unscaled, in a wider dtype unless rescaling restores the same bits."""
         state = self._state()
         parts = self._parts
         if parts is not None:
@@ -185,9 +190,9 @@ class Adapter:
 
 
 def _with_adapter(base: Mapping[str, Cut], modules: Iterable[str], rank: int) -> dict[str, Cut]:
-    """Return what a part holds of every parameter of a model with an adapter; `base` is the same without it.
+    """Return a rank's cuts of every parameter of a model with an adapter; `base` has its cuts without the adapter.
 
-    An adapted module's own parameters lie in its `base_layer` now.
+    PEFT moves an adapted module's own parameters to its `base_layer`.
     """
     cuts = dict(base)
     for module in modules:
@@ -201,7 +206,7 @@ def _with_adapter(base: Mapping[str, Cut], modules: Iterable[str], rank: int) ->
 
 
 def _name_of(key: str) -> str:
-    """Return a matrix's name in the model by its name in a saved adapter."""
+    """Convert a matrix's name in a saved adapter to its name in the model."""
     return f"{key.removeprefix('base_model.model.').removesuffix('weight')}{NAME}.weight"
 
 
@@ -209,20 +214,20 @@ def _inserted(model: PreTrainedModel, settings: peft.LoraConfig, target_modules:
     try:
         inserted = get_peft_model(model, settings, autocast_adapter_dtype=False)
         if settings.target_parameters:
-            raise ValueError("it adapts stacked experts in place of layers of these names")
-    except ValueError as error:  # such as a layer with the name of stacked experts' weights
+            raise ValueError("it adapts stacked experts instead of the layers with these names")
+    except ValueError as error:  # for example, a layer name that PEFT uses for the weights of stacked experts
         raise UsageError(
             f"--lora-target-modules {target_modules}: PEFT cannot adapt that: {' '.join(str(error).split())}",
-            hint=f"choose layers of attention alone, or all-linear; {EXPERTS} for routed experts",
+            hint=f"choose only attention layers, or all-linear; choose {EXPERTS} for routed experts",
         ) from error
     return inserted
 
 
 def _adapt_experts(model: PreTrainedModel, settings: peft.LoraConfig, *, is_whole: bool) -> None:
-    """Give routed experts an adapter; saved, the settings name them as PEFT does, which loads what is saved."""
+    """Add an adapter to the routed experts, and name their modules in `settings` so that PEFT can load it."""
     if not is_whole:
         raise UsageError(
-            f"--lora-target-modules {EXPERTS} needs a server on one GPU", hint=f"leave out {EXPERTS}, or use one GPU"
+            f"--lora-target-modules {EXPERTS} requires a server on one GPU", hint=f"leave out {EXPERTS}, or use one GPU"
         )
     experts.adapt(model, NAME, settings.r)
     others = () if settings.target_modules == DUMMY_TARGET_MODULES else settings.target_modules
@@ -230,10 +235,10 @@ def _adapt_experts(model: PreTrainedModel, settings: peft.LoraConfig, *, is_whol
 
 
 def _all_linear(model: PreTrainedModel) -> str | list[str]:
-    """Return PEFT's word for all linear layers, or in a mixture of experts the full names of those it takes for linear.
+    """Return PEFT's keyword for all linear layers; for a mixture of experts, their full names.
 
-    PEFT 0.21 adapts stacked experts instead of linear layers whose names experts once had, a shared expert's included.
-    No slot of vLLM has the layout of such an adapter.
+    PEFT 0.21 adapts the stacked experts instead of any linear layer whose name experts used to have, including a shared
+    expert's layers. No vLLM slot has the layout of such an adapter.
     """
     if not any("experts" in dict(module.named_children()) for module in model.modules()):
         return ALL_LINEAR
@@ -249,8 +254,8 @@ def check_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Return the names of the linear layers that get an adapter.
 
     Raises:
-        UsageError: what PEFT would accept: a name that no module has beside others, modules that are not linear, and
-            the head, whose logits are computed from its weight alone (`bridge/passes/logprobs.py`).
+        UsageError: a name matches no module, or only modules that are not linear, or matches the output head, whose
+            logits are computed from its weight only (`bridge/passes/logprobs.py`). PEFT would accept all of these.
     """
     wanted = [name for name in lora.names if name != EXPERTS]
     if wanted == [ALL_LINEAR]:
@@ -265,8 +270,8 @@ def check_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
         return wanted
     others = {EXPERTS} if any(name.endswith(f".{EXPERTS}") for name, _ in model.named_modules()) else set()
     names = sorted({layer.rpartition(".")[2] for layer in layers} | others)
-    why = "the model has no such linear layers" if missing else "the head gets no adapter: it would not be trained"
+    why = "the model has no such linear layers" if missing else "the head gets no adapter, since it is not trained"
     raise UsageError(
         f"--lora-target-modules {','.join(missing or of_head)}: {why}",
-        hint=f"choose among {', '.join(names)}, or all-linear",
+        hint=f"choose from {', '.join(names)}, or use all-linear",
     )

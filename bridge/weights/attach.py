@@ -1,6 +1,6 @@
 """Attach: point every parameter of a meta-device model at the server's own memory.
 
-Nothing is opened before layout and model agree in full.
+No handle is opened until the layout and the model agree completely.
 
 Not covered: finding the manifest (`bridge/server/manifest.py`), when writing is allowed (`bridge/server/fence.py`).
 """
@@ -26,9 +26,9 @@ from bridge.weights.rank_parts import Cut
 if TYPE_CHECKING:
     from bridge.weights.adapter import Adapter
 
-SAME_FLAGS = "start it with the flags that it had before"
+SAME_FLAGS = "start it with the same flags as before"
 SPARE_BYTES = 2**30
-"""Room for a few short passes through a stand-in; as much again is left for vLLM's CUDA context."""
+"""Memory for a few short passes through a stand-in model; the same amount is left free for vLLM's CUDA context."""
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 
 
@@ -37,17 +37,17 @@ class OpenedModel:
     """The model to train, and where its weights are."""
 
     model: PreTrainedModel
-    """In evaluation mode; only trained parameters require gradients."""
+    """The model in evaluation mode; only trained parameters require gradients."""
     device: torch.device
     """Device of the weights."""
     lr_factors: Mapping[str, float]
-    """Every trained parameter, by its name in the model -> factor of the learning rate."""
+    """Name of each trained parameter in the model -> its learning-rate factor."""
     cuts: Sequence[Mapping[str, Cut]] = ()
-    """Each tensor-parallel rank's share of every parameter; empty: one rank has the whole model."""
+    """Each tensor-parallel rank's share of every parameter; empty if one rank holds the entire model."""
     adapter: "Adapter | None" = None
-    """What is trained, if it is an adapter."""
+    """The adapter, if one is trained instead of the full weights."""
     open_s: float
-    """Seconds to attach or load its weights."""
+    """Seconds it took to attach or load the weights."""
     weight_bytes: int
     """Bytes of weights that this process holds beside the server's; 0 with one copy."""
 
@@ -57,16 +57,16 @@ class AttachedModel:
     """A transformers model whose parameters are the server's."""
 
     model: PreTrainedModel  # in evaluation mode; its language model's parameters require gradients
-    parameters: Mapping[str, nn.Parameter]  # by their names when it was attached: later adapters rename them
+    parameters: Mapping[str, nn.Parameter]  # by their names at attach time: adding an adapter renames them
     shard: Shard  # of the server's manifest
-    cuts: Sequence[Mapping[str, Cut]]  # what each of the server's ranks holds of every parameter
+    cuts: Sequence[Mapping[str, Cut]]  # each server rank's share of every parameter
     device: torch.device
-    server_tensors: Mapping[str, torch.Tensor]  # vLLM's parameters by vLLM's name, whole, as this process maps them
+    server_tensors: Mapping[str, torch.Tensor]  # vLLM's full parameters by vLLM's names, as mapped into this process
     attach_s: float  # seconds to open the handles and make the views; building the model is not included
-    allocated_bytes: int  # growth of the GPU allocator during it; always 0 on the CPU
+    allocated_bytes: int  # growth of the GPU allocator while attaching; always 0 on the CPU
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return the model's parameters by the names that they had when it was attached, without an adapter's."""
+        """Return the model's parameters by their names at attach time, without those of an adapter."""
         parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in self.model.named_parameters()}
         return {name: parameter for name, parameter in parameters.items() if name in self.parameters}
 
@@ -87,7 +87,7 @@ class AttachedModel:
         return max(unshared, self.allocated_bytes)
 
     def opened(self) -> OpenedModel:
-        """Return it as the model to train, with all parameters of its language model trained."""
+        """Return the model to train, with all parameters of its language model trainable."""
         return OpenedModel(
             model=self.model,
             device=self.device,
@@ -99,10 +99,10 @@ class AttachedModel:
 
 
 def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> AttachedModel:
-    """Build the manifest's model, and attach all of its parameters to what the server's `rank` exports.
+    """Build the manifest's model, and attach all of its parameters to the memory that the server's `rank` exports.
 
-    The trainer has `num_parts` processes, as many as the server has ranks. If there are several, each parameter is the
-    part that this rank holds: `AttachedModel.cuts`.
+    The trainer has `num_parts` processes, one per server rank. If there is more than one, each parameter is only the
+    part that this rank holds: see `AttachedModel.cuts`.
     """
     _refuse_other_servers(manifest, num_parts)
     shard = manifest.shards[rank]
@@ -130,18 +130,18 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
 
 
 def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
-    """Point the parameters of an attached model at a restarted server; they stay the same objects."""
+    """Point the parameters of an attached model at a restarted server; they remain the same Python objects."""
     start = time.perf_counter()
     _refuse_other_servers(manifest, len(attached.cuts))
     shard = manifest.shards[attached.shard.rank]
     before = attached.shard.gpu_uuid
     if shard.gpu_uuid != before:
         raise ManifestError(
-            f"the restarted server is on {shard.gpu_uuid or 'the CPU'}, the trainer is on {before or 'the CPU'}",
-            hint=f"CUDA_VISIBLE_DEVICES={before or ''} in front of the command",
+            f"the restarted server is on {shard.gpu_uuid or 'the CPU'}, but the trainer is on {before or 'the CPU'}",
+            hint=f"put CUDA_VISIBLE_DEVICES={before or ''} in front of the server's command",
         )
     if _cuts(manifest) != attached.cuts:
-        raise ManifestError("the restarted server cuts its weights in another way", hint=SAME_FLAGS)
+        raise ManifestError("the restarted server splits its weights across ranks differently", hint=SAME_FLAGS)
     _check_layout(manifest, shard, {name: cut.shape for name, cut in attached.cuts[shard.rank].items()})
     tensors = open_handles(shard.ipc_handles, attached.device)
     rope.follow_server(attached.model, manifest.max_model_len, server_class=shard.model_class)
@@ -154,8 +154,8 @@ def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
 def leave_core_to_server() -> torch.device:
     """Use all cores but one, unless OMP_NUM_THREADS is set, and return the CPU.
 
-    vLLM's worker spins for a second after each request. A trainer that uses every core waits for it at each barrier of
-    its own threads: on 2 cores a step took ten times as long.
+    vLLM's worker busy-waits for a second after each request. A trainer that used every core would wait for that worker
+    at each barrier of its own threads: on 2 cores, a step took ten times as long.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
@@ -182,11 +182,13 @@ def _refuse_other_servers(manifest: Manifest, num_parts: int) -> None:
         raise ManifestError(
             f"the server has tensor-parallel size {manifest.tp_degree} and {manifest.dp_shard_degree} data-parallel"
             f" shards, expected {num_parts} and 1: this trainer is {processes}",
-            hint=f"bridge run --tensor-parallel-size {manifest.tp_degree} starts a server and as many processes; or"
-            f" restart the server with: bridge serve-vllm --tensor-parallel-size {num_parts}",
+            hint=f"bridge run --tensor-parallel-size {manifest.tp_degree} starts a server and a trainer process per"
+            f" rank; or restart the server with: bridge serve-vllm --tensor-parallel-size {num_parts}",
         )
     if len(manifest.shards) != manifest.tp_degree:
-        raise ManifestError(f"the manifest has {len(manifest.shards)} of {manifest.tp_degree} ranks", hint=RESTART)
+        raise ManifestError(
+            f"the manifest lists {len(manifest.shards)} ranks, expected {manifest.tp_degree}", hint=RESTART
+        )
     if not (manifest.shared_weights_enabled and manifest.single_copy_enabled):
         raise ManifestError("the manifest says that the server does not share its weights", hint=RESTART)
 
@@ -211,7 +213,7 @@ def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape])
 
 
 def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a tensor per handle, each in the server's own memory."""
+    """Return one tensor per handle, each in the server's own memory."""
     files: dict[tuple[str, int], torch.UntypedStorage] = {}
     tensors = {}
     for name, handle in handles.items():
@@ -225,7 +227,7 @@ def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict
         tensors[name] = _tensor(name, handle, storage, device)
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
     for (_, end, before), (start, _, after) in pairwise(spans):
-        if start < end:  # an update of one would overwrite the other
+        if start < end:  # updating one would overwrite the other
             raise AttachError(
                 f"{before} and {after} overlap in the server's memory by {end - start} bytes: the manifest was edited",
                 hint=RESTART,
@@ -237,7 +239,7 @@ def _tensor(name: str, handle: Handle, storage: torch.UntypedStorage, device: to
     empty = torch.empty(0, dtype=getattr(torch, handle.dtype), device=device)
     try:
         return empty.set_(storage, handle.tensor_offset, handle.shape, handle.stride)
-    except (RuntimeError, ValueError) as error:  # ValueError: a number of more than 64 bits
+    except (RuntimeError, ValueError) as error:  # ValueError: a number that does not fit into 64 bits
         raise AttachError(
             f"{name} does not fit into its storage of {handle.storage_size} bytes: shape {handle.shape} from element "
             f"{handle.tensor_offset}; the manifest was edited",
@@ -250,15 +252,15 @@ def _views(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    # .data has its own version counter: else an update of one half of a fused tensor counts as one of the other
+    # .data has its own version counter; without it, updating one part of a fused tensor would count as updating all
     return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset).data
 
 
 def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: float) -> PreTrainedModel | None:
-    """Return a model like an attached one, with random weights: all parameters of one shape share their memory.
+    """Return a stand-in for an attached model with random weights; parameters of the same shape share memory.
 
-    Its memory, and that of its gradients, is allocated at once. None: there is no room for it beside a vLLM with this
-    `share` of the GPU.
+    Memory for it and its gradients is allocated immediately. Return None if it does not fit beside a vLLM server that
+    uses this `share` of the GPU.
     """
     model = skeleton.build(name, dtype)
     kinds = {(parameter.shape, parameter.dtype) for parameter in model.parameters()}
@@ -266,7 +268,7 @@ def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: floa
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
         least = share * whole + 2 * needed
-        if whole < least or torch.cuda.mem_get_info(device)[0] < least:  # which makes a CUDA context: in this order
+        if whole < least or torch.cuda.mem_get_info(device)[0] < least:  # creates a CUDA context: keep it last
             return None
     generator = torch.Generator(device)
     memory = {
@@ -275,12 +277,12 @@ def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: floa
     }
     _assign(model, {name: memory[parameter.shape, parameter.dtype] for name, parameter in model.named_parameters()})
     _move_buffers(model, device)
-    torch.empty(needed, dtype=torch.uint8, device=device)  # the allocator keeps it for the gradients
+    torch.empty(needed, dtype=torch.uint8, device=device)  # the allocator keeps this memory for the gradients
     return model.eval()
 
 
 def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
-    """Give every parameter of `model` its view, in the server's dtype; a tied one is replaced wherever it is used."""
+    """Replace every parameter of `model` with its view, in the server's dtype; tied parameters stay tied."""
     new = {id(old): nn.Parameter(views[name], old.requires_grad) for name, old in model.named_parameters()}
     for module in model.modules():
         for leaf, old in list(module.named_parameters(recurse=False)):
@@ -290,7 +292,7 @@ def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Move the buffers of `model`, whose parameters are there already, to `device`."""
+    """Move the buffers of `model` to `device`, where its parameters already are."""
     for module in model.modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             assert not buffer.is_meta, f"buffer {leaf} was left on the meta device"

@@ -1,10 +1,10 @@
-"""Record where a loader would copy a model's parameters in a server's, without copying.
+"""Record where a loader would copy a model's parameters within a server's, without copying anything.
 
-The model's parameters may lie on the meta device. The loader cuts views of them and of the server's parameters, and
-copies one into the other; storage, offset and strides of both say which elements those are. Anything computed on the
-way is no view any more: a server's parameter made of it is left without an owner, which `layout.py` refuses by name.
+The model's parameters may be on the meta device. The loader slices views of them and of the server's parameters, and
+copies one into the other; the storage, offset and strides of both identify the elements. A computed tensor is not a
+view: a server parameter that is filled from one has no owner, and `layout.py` refuses it by name.
 
-Not covered: loaders that need a value of a weight (they raise), parameters that are replaced rather than copied into.
+Not covered: loaders that read the value of a weight (they raise), parameters that are replaced rather than copied into.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,17 +21,17 @@ _aten = torch.ops.aten
 
 
 class ViewsOnly(TorchDispatchMode):
-    """Return a view whenever a duplicate of one of `tensors` is requested: code that only cuts them copies nothing."""
+    """Return a view wherever code clones one of `tensors`, so that code that only slices them copies nothing."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = tensors  # or the address of a storage could be reused
+        self._kept = tensors  # keeps them alive: the address of a freed storage could be reused
         self._storages = {storage_of(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, or alias its argument."""
+        """Run `func`, or return an alias of its argument instead of a duplicate."""
         kwargs = kwargs or {}
         duplicates = func in (_aten.clone.default, _aten._to_copy.default)
         if duplicates and kwargs.get("dtype") in {None, args[0].dtype} and storage_of(args[0]) in self._storages:
@@ -40,7 +40,7 @@ class ViewsOnly(TorchDispatchMode):
 
 
 class _Written(NamedTuple):
-    """A copy of a part of a source, and where it went."""
+    """A part of a source that was copied, and the target it was copied to."""
 
     source: str
     part: Tensor
@@ -48,9 +48,9 @@ class _Written(NamedTuple):
 
 
 class CopyRecorder(ViewsOnly):
-    """Record what is copied out of `sources` instead of doing it, and leave `targets` unchanged; no source changes.
+    """Record copies out of `sources` instead of executing them; neither `sources` nor `targets` change.
 
-    Sources have a storage each; targets may lie in one.
+    Each source has a storage of its own; targets may share one.
     """
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
@@ -61,7 +61,7 @@ class CopyRecorder(ViewsOnly):
         self._written: dict[int, list[_Written]] = {}
 
     def copies(self, targets: Mapping[str, Tensor]) -> dict[str, list[Copy]]:
-        """Return each source's parts that lie in `targets` at the end: the loader may have made new ones."""
+        """Return the copies of each source that are in `targets`, which may include tensors that the loader created."""
         copies: dict[str, list[Copy]] = {name: [] for name in self._sources.values()}
         for name, target in targets.items():
             start, end = _span(target)
@@ -86,7 +86,7 @@ class CopyRecorder(ViewsOnly):
         changed = [tensor for tensor in _changed(func, args, kwargs or {}) if tensor.numel()]
         for tensor in changed:
             if name := self._sources.get(storage_of(tensor)):
-                raise UnsupportedModelError(f"{name}: vLLM changes it while it loads it ({func})", hint=OTHER_MODES)
+                raise UnsupportedModelError(f"{name}: vLLM modifies it while loading it ({func})", hint=OTHER_MODES)
             self._forget(tensor)
         is_copy = bool(changed) and func is _aten.copy_.default
         source = self._sources.get(storage_of(args[1])) if is_copy else None
@@ -95,11 +95,11 @@ class CopyRecorder(ViewsOnly):
             return args[0]
         if any(storage_of(tensor) in self._targets for tensor in changed):
             if is_copy:
-                args[1].expand(args[0].shape)  # a copy that fails has to fail
+                args[1].expand(args[0].shape)  # raises if the real copy would
             return changed[0]
         converts = func is _aten._to_copy.default and is_exact(args[0].dtype, (kwargs or {}).get("dtype"))
         if converts and storage_of(args[0]) in self._sources:
-            return _aten.alias.default(args[0])  # the copy that follows shows into which dtype it goes
+            return _aten.alias.default(args[0])  # the copy that follows shows the target's dtype
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _forget(self, tensor: Tensor) -> None:
@@ -111,23 +111,23 @@ class CopyRecorder(ViewsOnly):
 
 
 def is_exact(source: torch.dtype, target: torch.dtype | None) -> bool:
-    """Return whether a copy keeps every value: into the same dtype, or into the float32 of some of vLLM's weights."""
+    """Return whether a copy preserves every value: same dtype, or float32, in which vLLM keeps some of its weights."""
     return target in (source, torch.float32)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies the tensor's storage among all living ones."""
+    """Return a number that identifies the tensor's storage among all live storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of elements of its storage that `tensor` spans: first, and last + 1."""
+    """Return the range of storage elements that `tensor` spans, as (first, last + 1)."""
     low = int(tensor.storage_offset())
     return low, low + 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that `func` writes into, by its schema."""
+    """Yield the tensors that `func` writes into according to its schema."""
     if not func._schema.is_mutable:
         return
     for index, argument in enumerate(func._schema.arguments):

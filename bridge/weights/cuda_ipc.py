@@ -1,4 +1,4 @@
-"""CUDA IPC: the one file that exports and opens handles to GPU memory.
+"""CUDA IPC: export and open handles to GPU memory.
 
 Not covered: shared memory on the CPU (`shared_memory.py`), where each parameter is (`bridge/server/manifest.py`).
 Source: `torch.multiprocessing.reductions.reduce_tensor` of torch 2.11: the tuple of eight items.
@@ -19,7 +19,7 @@ EXPANDABLE = "expandable_segments:True"
 def export(tensor: torch.Tensor) -> CudaHandle:
     """Describe `tensor`'s storage so that another process can open it.
 
-    The exporter must keep the tensor alive; this process itself cannot open the handle (CUDA's rule).
+    The exporter must keep the tensor alive. CUDA does not let the exporting process open its own handle.
     """
     assert tensor.is_cuda, tensor.device
     storage: Any = tensor.untyped_storage()
@@ -66,8 +66,8 @@ def open_storage(handle: CudaHandle, device: torch.device) -> torch.UntypedStora
         )
     except (RuntimeError, ValueError) as error:
         raise AttachError(
-            f"the GPU refuses to open the server's memory ({first_line(error)})",
-            hint="in containers share the namespaces (docker run --ipc=container:NAME --pid=container:NAME); "
+            f"CUDA cannot open the server's memory ({first_line(error)})",
+            hint="in containers, share the namespaces (docker run --ipc=container:NAME --pid=container:NAME); "
             "bridge doctor tests CUDA IPC and names the cause",
         ) from error
     return storage
@@ -83,8 +83,8 @@ def device_of(uuid: str) -> torch.device:
     visible = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
     if uuid not in visible:
         raise AttachError(
-            f"the server's weights are on {uuid}, and this process sees {', '.join(visible) or 'no GPU'}",
-            hint=f"CUDA_VISIBLE_DEVICES={uuid} bridge train ... (the trainer must use the server's GPU)",
+            f"the server's weights are on {uuid}, but this process sees {', '.join(visible) or 'no GPU'}",
+            hint=f"CUDA_VISIBLE_DEVICES={uuid} bridge train ... (the trainer must run on the server's GPU)",
         )
     return torch.device("cuda", visible[uuid])
 

@@ -1,15 +1,15 @@
-"""LoRA on routed experts: A and B of every expert, beside stacked weights that stay as they are.
+"""LoRA on routed experts: an A and a B for every expert, next to the stacked weights, which do not change.
 
-A token's product with its expert's weight is W x + B A x: three grouped products over the tokens sorted by expert.
-Nothing of a weight's size is made, where PEFT's own layer for stacked weights computes W + B A in every pass.
+For each token, its expert computes W x + B A x: three grouped matrix products over the tokens sorted by expert. No
+temporary has the size of a weight, whereas PEFT's own layer for stacked weights computes W + B A in every pass.
 
-A checkpoint stores the matrices of each expert by themselves, such as `experts.7.gate_proj.lora_A`. Stock vLLM loads
-them so, and PEFT stacks them again.
+A checkpoint stores the matrices of each expert separately, such as `experts.7.gate_proj.lora_A`. Stock vLLM loads this
+format, and PEFT stacks the matrices on load.
 
 Not covered: shared experts, and models whose checkpoints store experts as stacks.
 Source: `FusedMoEWithLoRA` in vLLM 0.26 to 0.33; `grouped_mm_experts_forward` of transformers 5.
-Shape suffixes: T tokens, K experts of a token, S = T * K, E experts, R rank, H hidden size, I width of an expert, O
-either one.
+Shape suffixes: T tokens, K experts per token, S = T * K, E experts, R rank, H hidden size, I width of an expert, O
+either H or I.
 """
 
 from types import MethodType
@@ -26,13 +26,13 @@ from bridge.errors import UsageError
 from bridge.weights.stored_tensors import EXPERTS, PROJECTIONS
 
 STORED = f"{EXPERTS}.N.gate_proj"
-"""Checkpoint name of expert N's weights; vLLM and PEFT name an expert's adapter by it."""
+"""Checkpoint name of expert N's weights, from which vLLM and PEFT derive the name of its adapter."""
 STORED_BY_EXPERT = "qwen2_moe"
-"""transformers' pattern of checkpoints with `experts.7.gate_proj` and so on; PEFT converts adapters by the same one."""
+"""transformers' conversion pattern for checkpoints with `experts.7.gate_proj` etc.; PEFT uses it for adapters, too."""
 
 
 class _Stack(nn.Module):
-    """One matrix of every expert."""
+    """One LoRA matrix (A or B) for every expert, stacked."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class _Stack(nn.Module):
 
 
 class Projection(nn.Module, BaseTunerLayer):  # type: ignore[misc]
-    """The adapter of one projection of all experts: A random as PEFT's, B zero."""
+    """The adapter of one projection for all experts: A random, as PEFT initializes it, and B zero."""
 
     adapter_layer_names = ("lora_A", "lora_B")
 
     def __init__(self, name: str, like: Tensor, shape: tuple[int, int], rank: int) -> None:
-        """Make it for adapter `name`, with the type and device of `like`; `shape` is that of one expert's weight."""
+        """Create adapter `name` with the dtype and device of `like`; `shape` is that of one expert's weight."""
         super().__init__()
         (outputs, inputs), num_experts = shape, len(like)
         a_ERI = like.new_empty(num_experts, rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5)
@@ -65,10 +65,11 @@ class Projection(nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
 
 def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
-    """Give the routed experts of every layer an adapter `name` of `rank`.
+    """Add an adapter `name` with rank `rank` to the routed experts of every layer.
 
     Raises:
-        UsageError: the model has none, or they are stored in a way that stock vLLM or PEFT would not find them by.
+        UsageError: the model has no routed experts, or stores them in a format in which stock vLLM or PEFT would not
+            find their adapter.
     """
     stacks = [(path, module) for path, module in model.named_modules() if path.endswith(f".{EXPERTS}")]
     kind = model.config.model_type
@@ -88,21 +89,21 @@ def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
 
 
 def stores_each(model_type: str) -> bool:
-    """Report whether checkpoints of this type store every expert by itself, under names that PEFT knows."""
+    """Return whether checkpoints of this model type store each expert separately, under names that PEFT knows."""
     return bool(PATTERNS.get(model_type) == STORED_BY_EXPERT)
 
 
 def _is_plain(experts: Any) -> bool:
-    """Report whether experts are gated, with one stack of gate and up, without biases.
+    """Return whether experts are gated, with gate and up in a single stack, and have no biases.
 
-    Those of LongCat-Flash do not say so: some of its experts have no weights, and return what they get.
+    LongCat-Flash does not set these attributes: some of its experts have no weights and return their input.
     """
     kind = [getattr(experts, name, None) for name in ("has_gate", "is_concatenated", "is_transposed", "has_bias")]
     return kind == [True, True, False, False]
 
 
 def _forward(experts: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute the layer with its adapter, or as without one while it is switched off."""
+    """Compute the layer with its adapter, or without it while adapters are disabled."""
     gate, up, down = (experts.lora[name] for name in PROJECTIONS)
     if down.disable_adapters:
         base_TH: Tensor = type(experts).forward(experts, hidden_TH, experts_TK, weights_TK)

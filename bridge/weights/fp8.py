@@ -1,7 +1,7 @@
-"""Quantize weights to FP8, to the bit as vLLM does when it loads them.
+"""Quantize weights to FP8, bit-identical to what vLLM does when it loads them.
 
-A weight becomes values in float8_e4m3fn and float32 scales; value x scale is the weight. There is a scale for each
-block of 128 x 128 elements, or for each row (an output channel).
+A weight becomes float8_e4m3fn values and float32 scales; value x scale is the weight. There is one scale per block of
+128 x 128 elements, or one per row (output channel).
 
 Source: `per_block_cast_to_fp8` in `vllm/utils/deep_gemm.py`, which vLLM compiles; `Fp8PtpcOnlineLinearMethod` in
 `vllm/model_executor/layers/quantization/online/fp8.py`, and the kernel `dynamic_per_token_scaled_fp8_quant`; vLLM 0.26
@@ -20,11 +20,11 @@ BLOCK = 128
 LARGEST = 448.0
 """The largest number in float8_e4m3fn."""
 LEAST = 1e-4
-"""A block whose numbers are all smaller is scaled as if this were its largest."""
+"""Lower bound on the largest magnitude of a block: a block of smaller numbers is scaled as if it contained this one."""
 LEAST_SCALE = 1 / (LARGEST * 512)
-"""Smallest scale of a row."""
+"""Smallest scale that a row can have."""
 DIGESTED = {"": False, " in FP8": True}
-"""Suffix of a parameter's name in messages -> whether the digest is of its FP8 copy."""
+"""Suffix of a parameter's name in messages -> whether the digest is that of its FP8 copy."""
 
 
 def scales_shape(shape: torch.Size, how: Quantization) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def scales_shape(shape: torch.Size, how: Quantization) -> tuple[int, ...]:
 
 
 def quantized(source: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
-    """Return the values and scales of `source` in new memory; see `quantize`."""
+    """Return the quantized values and the scales of `source` in new memory; see `quantize`."""
     values = torch.empty_like(source, dtype=torch.float8_e4m3fn)
     scales = source.new_empty(scales_shape(source.shape, how), dtype=torch.float32)
     quantize(source, values, scales, how)
@@ -42,18 +42,19 @@ def quantized(source: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
 
 
 def digest(values: Tensor, scales: Tensor) -> str:
-    """Return a digest of both; see `parts.digest`."""
+    """Return a digest of the values and scales; see `rank_parts.digest`."""
     return rank_parts.digest(values) + rank_parts.digest(scales)
 
 
 def quantize(source: Tensor, values: Tensor, scales: Tensor, how: Quantization) -> None:
-    """Write the quantization of `source` into `values` and `scales`; a GPU's memory is read once.
+    """Quantize `source` into `values` and `scales`; on a GPU, `source` is read from memory only once.
 
-    All are contiguous. Experts in blocks need whole blocks of rows.
+    All three must be contiguous. With one scale per block, the number of rows of stacked experts must be a multiple of
+    the block size.
 
-    Shapes: [N, K] or [E, N, K], the same, `scales_shape` of it.
+    Shapes: `source` [N, K] or [E, N, K]; `values` the same; `scales` as `scales_shape` returns.
     """
-    assert all(tensor.is_contiguous() for tensor in (source, values, scales)), "the kernel takes rows as neighbors"
+    assert all(tensor.is_contiguous() for tensor in (source, values, scales)), "the kernel requires contiguous rows"
     assert values.shape == source.shape, (values.shape, source.shape)
     assert scales.shape == scales_shape(source.shape, how), (scales.shape, source.shape)
     assert source.dim() == 2 or how == "fp8_per_channel" or source.shape[1] % BLOCK == 0, source.shape
@@ -67,7 +68,7 @@ def quantize(source: Tensor, values: Tensor, scales: Tensor, how: Quantization) 
 
 
 def _launch(source: Tensor, values: Tensor, scales: Tensor, how: Quantization) -> None:
-    """Run the kernel, which is imported here because Triton does not come with every torch."""
+    """Run the kernel. It is imported here because not every torch build includes Triton."""
     from bridge.weights import fp8_kernel
 
     num_rows, num_columns = source.shape
@@ -86,7 +87,7 @@ def _quantize_rows(source: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 def _quantize_blocks(source: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Quantize a row of blocks at a time."""
+    """Quantize one row of blocks at a time."""
     num_columns = source.shape[1]
     padding = scales.shape[1] * BLOCK - num_columns
     for number, rows in enumerate(source.split(BLOCK)):
@@ -97,9 +98,9 @@ def _quantize_blocks(source: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 def dequantized(values: Tensor, scales: Tensor, how: Quantization, dtype: torch.dtype) -> Tensor:
-    """Return the weight that `values` and `scales` stand for, rounded to `dtype`.
+    """Return the weight that `values` and `scales` represent, rounded to `dtype`.
 
-    Shapes: [N, K], `scales_shape` of it -> [N, K].
+    Shapes: [N, K] and its `scales_shape` -> [N, K].
     """
     num_rows, num_columns = values.shape
     if how == "fp8_per_block":

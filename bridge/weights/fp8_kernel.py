@@ -1,4 +1,4 @@
-"""The kernels of `fp8.quantize` on a GPU, apart from it because they import Triton."""
+"""GPU kernels of `fp8.quantize`, in a separate file because they import Triton."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 
 RECIPROCAL: Any = tl.constexpr(1 / 448)
-"""torch.compile, which makes vLLM's kernel for blocks, multiplies by this number instead of dividing by 448."""
+"""torch.compile generates vLLM's block kernel, and multiplies by this number instead of dividing by 448."""
 LEAST: Any = tl.constexpr(1e-4)
 LEAST_SCALE: Any = tl.constexpr(1 / (448 * 512))
 CHUNK = 2048
-"""Columns of a row that are read at once."""
+"""Number of columns that are read at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize_blocks(source, values, scales, num_rows, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Quantize one block for each program: axis 0 of the grid is a block's column, axis 1 its row."""
+    """Quantize one block per program: axis 0 of the grid is the block's column, axis 1 its row."""
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -29,7 +29,7 @@ def quantize_blocks(source, values, scales, num_rows, num_columns, BLOCK: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize_rows(source, values, scales, num_columns, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Quantize one row per program; its second read hits the cache. Divisions are exact, as in vLLM's kernel."""
+    """Quantize one row per program; the second read hits the cache. Division rounds correctly, as in vLLM's kernel."""
     start = tl.program_id(0).to(tl.int64) * num_columns
     columns = tl.arange(0, CHUNK)
     largest = tl.zeros([CHUNK], tl.float32)

@@ -1,8 +1,8 @@
 """The layout: which view of vLLM's parameters is which Hugging Face parameter, and the proof that nothing is left out.
 
-Pure: it knows shapes and strides alone, neither tensors nor vLLM. The server joins the copies that vLLM's loader makes
-of each parameter (`copy_recorder.py`) into one view: of all of it, or of the part that one tensor-parallel rank holds.
-Both sides check each rank with `check_coverage`, and all of them together with `check_parts`.
+This module works on shapes and strides only; it needs neither tensors nor vLLM. The server joins the copies that vLLM's
+loader makes of each parameter (`copy_recorder.py`) into one view: of the full parameter, or of the part that one
+tensor-parallel rank holds. Server and trainer check each rank with `check_coverage`, and all ranks with `check_parts`.
 """
 
 import math
@@ -21,23 +21,23 @@ OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full we
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A part of a model's parameter that was copied unchanged into one of the server's; all numbers are elements."""
+    """A part of a model's parameter that is copied unchanged into a server parameter; all numbers count elements."""
 
     start: int  # first element, counted in the model's parameter
     shape: Shape
     stride: Shape  # in the model's parameter
-    parameter: str  # the server's
+    parameter: str  # name of the server's parameter
     offset: int  # first element, counted in the server's parameter
     server_stride: Shape  # in the server's parameter
 
 
 class _Box(NamedTuple):
-    """A part as a box of the parameter's own indices, and its place in the server's parameter."""
+    """A part of a parameter as a box of its indices, and where the part is in the server's parameter."""
 
     low: Shape
     high: Shape
     offset: int
-    steps: tuple[int | None, ...]  # the server's stride along each axis; None if the box has one index there
+    steps: tuple[int | None, ...]  # the server's stride along each axis; None if the box has only one index there
 
 
 def contiguous_stride(shape: Shape) -> Shape:
@@ -46,7 +46,7 @@ def contiguous_stride(shape: Shape) -> Shape:
 
 
 def join(name: str, shape: Shape, copies: Sequence[Copy]) -> View:
-    """Return the view that the copies of the parameter `name` add up to: of all of it, or of one rank's block of it."""
+    """Return the view that the copies of parameter `name` make up: the full parameter, or one rank's block of it."""
     parameters = {copy.parameter for copy in copies}
     if len(parameters) != 1:
         raise _refusal(name, f"vLLM loads it into {' and '.join(sorted(parameters)) or 'none of its parameters'}")
@@ -56,14 +56,14 @@ def join(name: str, shape: Shape, copies: Sequence[Copy]) -> View:
     sizes = tuple(sum(length for _, length in axis) for axis in runs)
     first = next((box for box in boxes if not any(box.low)), None)
     if first is None or not _fill(boxes, sizes):
-        raise _refusal(name, f"vLLM's {parameters.pop()} takes some of its elements and leaves others out")
+        raise _refusal(name, f"vLLM's {parameters.pop()} holds only some of its elements")
     own = contiguous_stride(sizes)
     stride = tuple(_step(boxes, axis) if size > 1 else own[axis] for axis, size in enumerate(sizes))
     for box in boxes:
         away = sum(step * here for step, here in zip(stride, box.low, strict=True))
         agrees = all(step in {None, whole} for step, whole in zip(box.steps, stride, strict=True))
         if not agrees or box.offset != first.offset + away:
-            raise _refusal(name, "vLLM puts its parts where no one stride leads")
+            raise _refusal(name, "no single stride describes where vLLM places its parts")
     view = View(parameter=parameters.pop(), offset=first.offset, shape=sizes, stride=stride)
     return view if sizes == shape else view.model_copy(update={"whole": shape, "runs": runs})
 
@@ -74,7 +74,7 @@ def cut_of(view: View) -> Cut:
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> Runs:
-    """Return spans (start, end) as runs (start, length) in their order, those that touch or overlap as one."""
+    """Return sorted runs (start, length) for spans (start, end), merging those that touch or overlap."""
     merged: list[list[int]] = []
     for start, end in sorted({*spans}):
         if merged and start <= merged[-1][1]:
@@ -85,7 +85,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> Runs:
 
 
 def _in_part(corner: Shape, runs: Sequence[Runs]) -> Shape:
-    """Return `corner` in the indices of the part: along each axis, how many of the indices before it are in `runs`."""
+    """Convert `corner` to indices within the part: along each axis, count the indices before it that are in `runs`."""
     return tuple(
         sum(min(max(index - start, 0), length) for start, length in axis)
         for index, axis in zip(corner, runs, strict=True)
@@ -93,7 +93,7 @@ def _in_part(corner: Shape, runs: Sequence[Runs]) -> Shape:
 
 
 def _box(name: str, shape: Shape, copy: Copy) -> _Box:
-    """Return the part as a box; None if it continues from one row into the next."""
+    """Return the copied part as a box; raise UnsupportedModelError if it is not one."""
     own = contiguous_stride(shape)
     low = []
     rest = copy.start
@@ -107,13 +107,13 @@ def _box(name: str, shape: Shape, copy: Copy) -> _Box:
             continue
         axis = next((axis for axis, whole in enumerate(own) if whole == step and shape[axis] > 1), None)
         if axis is None or low[axis] + size > shape[axis] or steps[axis] is not None:
-            raise _refusal(name, f"vLLM cuts it for its {copy.parameter} in a way that is no block of it")
+            raise _refusal(name, f"the part that vLLM copies into {copy.parameter} is not a block")
         high[axis], steps[axis] = low[axis] + size, server_step
     return _Box(tuple(low), tuple(high), copy.offset, tuple(steps))
 
 
 def _fill(boxes: Sequence[_Box], sizes: Shape) -> bool:
-    """Report whether the boxes leave out no index below `sizes`: cut at each edge, every cell is in one."""
+    """Return whether the boxes cover every index below `sizes`: cut along all their edges, every cell is in a box."""
     edges = [
         sorted({0, size, *(box.low[axis] for box in boxes), *(box.high[axis] for box in boxes)})
         for axis, size in enumerate(sizes)
@@ -128,14 +128,14 @@ def _fill(boxes: Sequence[_Box], sizes: Shape) -> bool:
 
 
 def _step(boxes: Sequence[_Box], axis: int) -> int:
-    """Return the server's stride along `axis`: within a box, else between two that are neighbors along it."""
+    """Return the server's stride along `axis`: within a box, else between two boxes that are adjacent along it."""
     within = next((box.steps[axis] for box in boxes if box.steps[axis] is not None), None)
     if within is not None:
         return within
     ordered = sorted(((*box.low[:axis], *box.low[axis + 1 :]), box.low[axis], box.offset) for box in boxes)
     for (row, here, offset), (next_row, there, next_offset) in pairwise(ordered):
         if row == next_row and there > here:
-            return (next_offset - offset) // (there - here)  # where it does not divide, the check of every box fails
+            return (next_offset - offset) // (there - here)  # if the division is inexact, the check of every box fails
     return 0
 
 
@@ -149,17 +149,17 @@ def check_coverage(
     views: Mapping[str, View],
     padding: Mapping[str, int],
 ) -> None:
-    """Check that one rank's views and the model agree in every shape, and that each of its elements has one owner."""
+    """Check that one rank's views match the model's shapes, and that every server element belongs to one view."""
     faults = [
-        *(f"{name}: in the model, not among vLLM's" for name in sorted(model_shapes.keys() - views.keys())),
-        *(f"{name}: exported by vLLM, not in the model" for name in sorted(views.keys() - model_shapes.keys())),
+        *(f"{name}: in the model, but not exported by vLLM" for name in sorted(model_shapes.keys() - views.keys())),
+        *(f"{name}: exported by vLLM, but not in the model" for name in sorted(views.keys() - model_shapes.keys())),
         *(
             f"{name}: shape {model_shapes[name]} in the model, {view.shape} in {view.parameter}"
             for name, view in views.items()
             if name in model_shapes and not _is_part(cut_of(view), view.shape, model_shapes[name])
         ),
         *(
-            f"{name}: {count} elements of padding, which vLLM cannot have there"
+            f"{name}: invalid padding of {count} elements"
             for name, count in padding.items()
             if name not in server_shapes or count < 0
         ),
@@ -169,35 +169,35 @@ def check_coverage(
 
 
 def check_parts(parts: Sequence[Mapping[str, View]]) -> None:
-    """Check the views of all ranks: every index of a parameter is on one of them, and one axis is cut at most."""
+    """Check the views of all ranks: each parameter is split along at most one axis, and each index is on some rank."""
     names = sorted({name for views in parts for name in views})
-    _refuse([f"{name}: on some of vLLM's ranks only" for name in names if any(name not in views for views in parts)])
+    _refuse([f"{name}: only on some of vLLM's ranks" for name in names if any(name not in views for views in parts)])
     cuts = ((name, [cut_of(views[name]) for views in parts]) for name in names)
     _refuse([f"{name}: {fault}" for name, cuts_of_parts in cuts if (fault := _fault_of_parts(cuts_of_parts))])
 
 
 def _fault_of_parts(cuts: Sequence[Cut]) -> str | None:
-    """Return why the parts do not make up their parameter; None if they do."""
+    """Return why the parts do not make up the full parameter; None if they do."""
     shape = cuts[0].shape
     if any(cut.shape != shape for cut in cuts):
-        return "vLLM's ranks cut parameters of different shapes"
+        return "its full shape differs between vLLM's ranks"
     axes = {axis for cut in cuts for axis, size in enumerate(cut.part_shape) if size != shape[axis]}
     if len(axes) > 1:
-        return "vLLM cuts it along several axes"
+        return "vLLM splits it along several axes"
     for axis in axes:
         cells = held_by([cut.runs[axis] for cut in cuts])
         if axis > 0 and any(len(parts) > 1 for _, _, parts in cells):
-            return f"several of vLLM's ranks hold the same indices of its axis {axis}"
+            return f"several of vLLM's ranks hold the same indices of axis {axis}"
         ends = [0, *(start + length for start, length, _ in cells)]
         starts = [*(start for start, _, _ in cells), shape[axis]]
         missing = next((end for end, start in zip(ends, starts, strict=True) if end != start), None)
         if missing is not None:
-            return f"vLLM's ranks leave out index {missing} of its axis {axis}"
+            return f"none of vLLM's ranks holds index {missing} of axis {axis}"
     return None
 
 
 def _is_part(cut: Cut, held: Shape, whole: Shape) -> bool:
-    """Return whether `cut` is a part of a parameter of shape `whole` that is itself of the shape `held`."""
+    """Return whether `cut` is a valid part, with shape `held`, of a parameter with shape `whole`."""
     if cut.shape != whole or len(cut.runs) != len(whole) or cut.part_shape != held:
         return False
     spans = ((run, size) for runs, size in zip(cut.runs, whole, strict=True) for run in runs)
@@ -215,7 +215,7 @@ def _ownership_faults(
     owned: dict[str, list[tuple[int, int, str]]] = {name: [] for name in server_shapes}
     for name, view in views.items():
         if view.parameter not in owned:
-            yield f"{name}: lies in {view.parameter}, which vLLM does not have"
+            yield f"{name}: mapped to {view.parameter}, which vLLM does not have"
         elif view.stride != contiguous_stride(view.shape):
             yield f"{name}: stride {view.stride} is not contiguous"
         else:

@@ -1,6 +1,6 @@
 """A model in the trainer's own memory, for the modes that do not attach to the server's.
 
-Not covered: attaching (`attach.py`), language models inside of larger models, quantized weights.
+Not covered: attaching (`attach.py`), language models inside larger models, quantized weights.
 """
 
 import time
@@ -19,7 +19,7 @@ from bridge.weights.model_folder import first_names, no_progress_bar
 GIB = 2**30
 REPLACE_MODEL = "download or copy the model again"
 DTYPES = {"bfloat16", "float32"}
-"""Gradients survive in these: those of float16 need a scaled loss, and its largest number is 65,504."""
+"""Dtypes that can be trained. float16 would need loss scaling: its largest number is 65,504."""
 
 
 def load(
@@ -33,12 +33,12 @@ def load(
 ) -> OpenedModel:
     """Load `model` onto `device`: `auto`, `cpu`, `cuda` or `cuda:1`.
 
-    The default of `dtype` is the configuration's, or float32 if it names none. Positions are computed as by a server
-    whose longest sequence has `max_model_len` tokens (None: unknown) and that runs the model as `server_class`.
-    `hint` is what to do if there is no room for it, by default what a mode with its own copy can do.
+    `dtype` defaults to the one in the model's configuration, or float32 if it names none. RoPE frequencies match those
+    of a server whose longest sequence has `max_model_len` tokens (None: unknown) and that runs the model as
+    `server_class`. `hint` is the hint of the error if memory is too small; the default suits modes with a second copy.
     """
     empty = skeleton.build(model, torch.float32)
-    rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded
+    rope.follow_server(empty, max_model_len, server_class=server_class)  # raises before anything is loaded
     dtype = _checked_dtype(model, dtype)
     target = _device(device)
     needed = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
@@ -65,10 +65,10 @@ def load(
 
 
 def refuse_several_parts(model: str, config: PretrainedConfig) -> None:
-    """Refuse a model whose language model is one part of several: the trainer loads no such model itself."""
+    """Refuse a model whose language model is one of several parts: the trainer cannot load such a model itself."""
     if config.get_text_config() is not config:
         raise UnsupportedModelError(
-            f"{model} is a {config.model_type}, whose language model is one part of several",
+            f"{model} is a {config.model_type}, whose language model is one of several parts",
             hint="train it with --mode shared_vllm, which leaves the other parts unchanged, and without --kl-coef",
         )
 
@@ -105,12 +105,12 @@ def _device(name: str) -> torch.device:
             hint="--trainer-device cpu, or another number" if num_gpus else "--trainer-device cpu",
         )
     if device.index:
-        torch.cuda.set_device(device)  # else the fence would wait for the server's GPU, and not for this one
+        torch.cuda.set_device(device)  # without it, the fence would wait for the server's GPU, not for this one
     return device
 
 
 def _no_room(model: str, device: torch.device, needed: int, free: int, hint: str) -> UsageError:
-    elsewhere = "another --trainer-device, a lower --gpu-memory-utilization" if device.type == "cuda" else ""
+    elsewhere = "a different --trainer-device, a lower --gpu-memory-utilization" if device.type == "cuda" else ""
     return UsageError(
         f"the weights of {model} need {needed / GIB:.3g} GiB on {device}, where {free / GIB:.3g} GiB are free",
         hint=hint or f"{elsewhere or 'a smaller model'}, or --mode shared_vllm, which needs no second copy",
@@ -118,7 +118,7 @@ def _no_room(model: str, device: torch.device, needed: int, free: int, hint: str
 
 
 def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load all weights of `model` into main memory; `auto` keeps the dtype of the model."""
+    """Load all weights of `model` into host memory; `auto` keeps the model's dtype."""
     if paths.is_file(paths.expanded(model) / ADAPTER_CONFIG):
         error = beside_adapter(ADAPTER_CONFIG)
         raise UnsupportedModelError(f"{model}: {error.message}", hint=error.hint)
@@ -133,13 +133,13 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the weights of {model} cannot be loaded: {first_line(error)}", hint=REPLACE_MODEL) from error
-    if mismatched := sorted(report["mismatched_keys"]):  # filled with random numbers, as those that are missing
+    if mismatched := sorted(report["mismatched_keys"]):  # transformers fills them with random numbers
         name, stored, expected = mismatched[0]
         raise UsageError(
-            f"{model}: {name} has the shape {tuple(stored)} in its files, and {tuple(expected)} by its configuration",
+            f"{model}: {name} has shape {tuple(stored)} in its files, but its configuration expects {tuple(expected)}",
             hint=f"correct its config.json, or {REPLACE_MODEL}",
         )
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers has filled them with random numbers
+    if missing:  # transformers fills them with random numbers
         raise UsageError(f"{model} lacks {len(missing)} of its parameters, the first: {missing[0]}", hint=REPLACE_MODEL)
     return loaded

@@ -1,10 +1,10 @@
-"""What a model folder holds beside its weights: the source's configuration with what has changed, and its other files.
+"""The files in a model folder other than its weights: the source's configuration with any changes, and its other files.
 
-`save_pretrained` of transformers is not used. It writes the configuration anew in the form of its own version, which
-earlier versions misread in silence, and refuses values that it had loaded: others' odd lines must not cost trained
-weights.
+This does not use transformers' `save_pretrained`, which rewrites the configuration in the format of its own version.
+Earlier versions silently misread that format. It also refuses values that it loaded before, and an odd line in someone
+else's configuration must not cost trained weights.
 
-Not covered: the weights (`model_folder.py`), and an adapter's configuration (`adapter.py`).
+Not covered: the weights (`model_folder.py`), an adapter's configuration (`adapter.py`).
 """
 
 import json
@@ -20,7 +20,7 @@ from bridge.core.concurrency import in_thread
 from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError, first_line
 
-if TYPE_CHECKING:  # it is imported before vLLM starts, and transformers takes seconds
+if TYPE_CHECKING:  # this module is imported before vLLM starts, and importing transformers takes seconds
     from transformers import PretrainedConfig
 
 MODEL_CARD = "README.md"
@@ -33,17 +33,17 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _TOKENIZER_SUFFIXES = (".tiktoken", ".spm", ".jinja")
 _TEMPLATES = "additional_chat_templates"
-"""The one subfolder that transformers writes beside a tokenizer."""
+"""The only subfolder that transformers writes next to a tokenizer."""
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Processor files that vLLM needs for a vision-language model, even to serve text."""
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".index.json", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data",
     ".ot", ".tflite",
 )  # fmt: skip
-"""Weights in any format: those of the source are not the trained ones."""
+"""Suffixes of weight files in any format. They are not copied: the source's weights are not the trained ones."""
 _NEVER_COPIED = {CONFIG_NAME, ADAPTER_CONFIG, CHECKPOINT_MARKER}
 MAX_BYTES = 100 * 2**20
-"""Largest file that is copied: tokenizers have up to 40 MB."""
+"""Size of the largest file that is copied; tokenizer files have up to 40 MB."""
 _EARLIER_ROPE = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "original_max_position_embeddings",
 }  # fmt: skip
@@ -60,28 +60,28 @@ class SourceFiles:
     """Files of a source folder other than its weights and configuration."""
 
     folder: Path | None
-    """None: nothing of the source is on this machine."""
+    """None if the source is not on this machine."""
     paths: Mapping[str, Path] = field(default_factory=dict)
     """Source paths by name in the new folder."""
     left_out: tuple[str, ...] = ()
-    """Files that are not copied, each with the reason."""
+    """Names of the files that are not copied, each with the reason."""
 
     @property
     def has_tokenizer(self) -> bool:
         return any(map(is_tokenizer_file, self.paths))
 
     def note(self) -> str:
-        """Return a line about what no checkpoint will hold; empty: nothing is left out."""
-        return f"checkpoints do not hold these of {self.folder}: {', '.join(self.left_out)}" if self.left_out else ""
+        """Return a line that lists the files missing from every checkpoint; empty if none are."""
+        return f"checkpoints lack these files of {self.folder}: {', '.join(self.left_out)}" if self.left_out else ""
 
 
 def source_files(source: str | Path, *, download: bool = False) -> SourceFiles:
-    """Return the files of `source`, a folder or a hub name, that its checkpoints hold, too.
+    """Return the files of `source`, a folder or a hub name, that every checkpoint also includes.
 
-    Call it before training, with `download`: what the hub has of a model is then complete in its cache.
+    Call this before training with `download=True`, so that the hub's cache has all of the model's files.
 
     Raises:
-        UsageError: there are no tokenizer files among them, or one cannot be read.
+        UsageError: `source` has no tokenizer files, or one of the files cannot be read.
     """
     files = found(source, download=download)
     if not files.has_tokenizer:
@@ -95,7 +95,7 @@ def source_files(source: str | Path, *, download: bool = False) -> SourceFiles:
                 pass
         except OSError as error:
             raise UsageError(
-                f"{path} cannot be read, and every checkpoint holds it: {error.strerror}",
+                f"{path} cannot be read, but every checkpoint needs it: {error.strerror}",
                 hint=f"make it readable, or remove it: chmod u+r {path}",
             ) from error
     return files
@@ -106,14 +106,14 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def is_loaded(name: str) -> bool:
-    """Return whether loaders of transformers or vLLM may read a file of this name if it lies in a model folder."""
+    """Return whether transformers or vLLM may read a file with this name when they load a model folder."""
     base = name.rpartition("/")[2]
     known = (*_PROCESSOR_FILES, GENERATION_CONFIG, CONFIG_NAME, ADAPTER_CONFIG, "params.json")
     return is_tokenizer_file(base) or base in known or base.endswith((*_WEIGHT_SUFFIXES, ".py", ".model"))
 
 
 def copy(files: SourceFiles, folder: Path) -> list[str]:
-    """Copy `files` into the existing `folder`; return one line for each that could no longer be read."""
+    """Copy `files` into the existing `folder`; return one line for each file that could no longer be read."""
     missing = []
     for name, path in files.paths.items():
         try:
@@ -127,7 +127,7 @@ def copy(files: SourceFiles, folder: Path) -> list[str]:
 
 
 def copy_beside_adapter(source: str | Path, folder: Path) -> list[str]:
-    """Copy the tokenizer of a base, and all but its weights and model card; return what is missing, a line each."""
+    """Copy all files of a base model except its weights and model card; return one line per missing file."""
     files = found(source)
     missing = [] if files.has_tokenizer else [_no_tokenizer(source)]
     copied = {name: path for name, path in files.paths.items() if name != MODEL_CARD}
@@ -135,18 +135,18 @@ def copy_beside_adapter(source: str | Path, folder: Path) -> list[str]:
 
 
 def _no_tokenizer(source: str | Path) -> str:
-    return f"the tokenizer ({source} has none any more)"
+    return f"the tokenizer ({source} no longer has one)"
 
 
 def write(
     folder: Path, config: "PretrainedConfig", source: str | Path, *, architecture: str, dtype: str,
     tokenizer: str | Path | None = None,
 ) -> list[str]:  # fmt: skip
-    """Write what belongs beside a model's weights, and return what is missing, a line each.
+    """Write the files that belong next to a model's weights, and return one line per missing file.
 
-    `source` is what the model was loaded from; `tokenizer` another folder whose tokenizer is taken.
+    `source` is what the model was loaded from; `tokenizer` is a different folder to take the tokenizer from.
 
-    Nothing but the disk of `folder` raises: the weights are there already, and are worth more than a file.
+    Only a failure to write to `folder` raises: the weights are already there, and are worth more than any other file.
     """
     files = found(source)
     if tokenizer is not None:
@@ -155,15 +155,15 @@ def write(
     try:
         described = document(config, files.folder, architecture=architecture, dtype=dtype)
         text = json.dumps(described, indent=2)
-    except Exception as error:  # noqa: BLE001 - whatever a configuration of others does
-        missing.append(f"what has changed in {CONFIG_NAME} ({first_line(error)})")
+    except Exception as error:  # noqa: BLE001 - someone else's configuration may raise anything
+        missing.append(f"the changes to {CONFIG_NAME} ({first_line(error)})")
         text = json.dumps(_read(files.folder) or {}, indent=2)
     (folder / CONFIG_NAME).write_text(text + "\n")
     return missing + copy(files, folder)
 
 
 def document(config: "PretrainedConfig", source: Path | None, *, architecture: str, dtype: str) -> Document:
-    """Return config.json of a model: that of `source` with what has changed, as transformers 4 and 5 read it alike."""
+    """Return a model's config.json: that of `source` with any changes, readable by both transformers 4 and 5."""
     current = config.to_dict()
     written = _read(source)
     if written is None:
@@ -191,7 +191,7 @@ def _read(source: Path | None) -> Document | None:
 
 
 def _update(written: Document, original: Document, current: Document, aliases: Mapping[str, str]) -> None:
-    """Change in `written` what differs between the configuration that it describes and the `current` one."""
+    """Update `written` with every value in which `current` differs from `original`, the configuration it describes."""
     for name in current.keys() - _NOT_COMPARED:
         value = current[name]
         before = original.get(name)
@@ -209,9 +209,9 @@ def _update(written: Document, original: Document, current: Document, aliases: M
 
 
 def _drop_absent_code(written: Document, source: Path | None) -> None:
-    """Drop `auto_map` if it names code that the folder will not hold: it could not be loaded with --trust-remote-code.
+    """Drop `auto_map` if it names code that will not be in the folder: loading with --trust-remote-code would fail.
 
-    Code that another repository on the hub holds is named as OWNER/NAME--module.Class.
+    Code in a different hub repository is named OWNER/NAME--module.Class.
     """
     mapped = written.get("auto_map")
     if not isinstance(mapped, dict):
@@ -223,9 +223,9 @@ def _drop_absent_code(written: Document, source: Path | None) -> None:
 
 
 def _with_earlier_form(written: Document, config: "PretrainedConfig") -> Document:
-    """Add what transformers 4 reads in place of keys of transformers 5, unless transformers 5 then reads another model.
+    """Add the keys that transformers 4 reads instead of those of transformers 5, unless that changes what 5 reads.
 
-    Without this a model is read with a RoPE base of 10,000, or with another number of experts, silently.
+    Without them, transformers 4 silently uses a RoPE base of 10,000 or a wrong number of experts.
     """
     kind = type(config)
     text_kind = type(config.get_text_config())
@@ -234,13 +234,13 @@ def _with_earlier_form(written: Document, config: "PretrainedConfig") -> Documen
         extended = {**extended, "text_config": _with_earlier_keys(text, text_kind.attribute_map)}
     try:
         before, after = (kind.from_dict(deepcopy(held)).to_dict() for held in (written, extended))
-    except Exception:  # noqa: BLE001 - as its class has it
+    except Exception:  # noqa: BLE001 - a configuration class may raise anything
         return written
     return extended if _is_equal(before, after) else written
 
 
 def _with_earlier_keys(held: Document, aliases: Mapping[str, str]) -> Document:
-    """Return a configuration, or a part of one, with the names that transformers 4 reads beside those of 5."""
+    """Return a configuration, or a part of one, with the key names of transformers 4 next to those of 5."""
     for alias in _EARLIER_NAMES & aliases.keys() - held.keys():
         if aliases[alias] in held:
             held = {**held, alias: held[aliases[alias]]}
@@ -248,7 +248,7 @@ def _with_earlier_keys(held: Document, aliases: Mapping[str, str]) -> Document:
     if not isinstance(parameters, dict) or _EARLIER_ROPE & {"rope_theta", "rope_scaling"} & held.keys():
         return held
     earlier: Document = {}
-    if isinstance(everywhere := parameters.get("full_attention"), dict):  # by the type of a layer
+    if isinstance(everywhere := parameters.get("full_attention"), dict):  # one entry per layer type
         windowed = parameters.get("sliding_attention")
         parameters = everywhere
         if isinstance(windowed, dict) and windowed.get("rope_theta") != parameters.get("rope_theta"):
@@ -258,7 +258,7 @@ def _with_earlier_keys(held: Document, aliases: Mapping[str, str]) -> Document:
     for name in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(name) is not None:
             earlier[name] = parameters[name]
-    if kind == "longrope":  # Phi-3 of transformers 4 takes these three alone
+    if kind == "longrope":  # Phi-3 in transformers 4 accepts only these three
         if "original_max_position_embeddings" in scaling:
             earlier["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
         earlier["rope_scaling"] = {"type": kind, **scaling}
@@ -268,7 +268,7 @@ def _with_earlier_keys(held: Document, aliases: Mapping[str, str]) -> Document:
 
 
 def _is_equal(before: Any, after: Any) -> bool:
-    """Compare two configurations as transformers reads them, but for names that only the earlier form has."""
+    """Compare two configurations as transformers reads them, ignoring names that only the earlier form has."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return bool(before == after)
     if before.keys() - after.keys() or after.keys() - before.keys() - _EARLIER_ROPE - {"type"}:
@@ -277,7 +277,7 @@ def _is_equal(before: Any, after: Any) -> bool:
 
 
 def found(source: str | Path, *, download: bool = False) -> SourceFiles:
-    """Return what is copied of `source`, with a tokenizer if any place has one."""
+    """Return the files to copy from `source`, preferring a location that has a tokenizer."""
     files = SourceFiles(folder=None)
     for folder in _source_folders(str(source), download=download):
         files = _listed(folder)
@@ -287,13 +287,13 @@ def found(source: str | Path, *, download: bool = False) -> SourceFiles:
 
 
 def _listed(folder: Path) -> SourceFiles:
-    """Choose among what lies in `folder`; hidden files belong to other programs."""
+    """Select the files to copy from `folder`, without hidden files, which belong to other programs."""
     paths = dict[str, Path]()
     left_out = []
     is_ours = (folder / CHECKPOINT_MARKER).is_file()
     try:
         held = sorted(folder.iterdir())
-    except OSError:  # removed or locked meanwhile
+    except OSError:  # removed or locked in the meantime
         held = []
     for path in held:
         name = path.name
@@ -326,11 +326,11 @@ def _with_tokenizer(files: SourceFiles, other: SourceFiles) -> SourceFiles:
 
 
 def _source_folders(source: str, *, download: bool = False) -> Iterator[Path]:
-    """Yield where `source` may lie: the folder itself, or the hub's cache, before and after a download."""
+    """Yield the locations of `source`: the folder itself, or the hub's cache before and after a download."""
     if paths.is_folder(source):
         yield Path(source)
         return
-    from huggingface_hub import constants, snapshot_download  # takes a second that a folder does not need
+    from huggingface_hub import constants, snapshot_download  # takes a second, and only the hub needs it
 
     from bridge.core import hub
 
@@ -340,7 +340,7 @@ def _source_folders(source: str, *, download: bool = False) -> Iterator[Path]:
         return Path(snapshot_download(source, ignore_patterns=ignored, local_files_only=local))
 
     if download and not constants.HF_HUB_OFFLINE:
-        with suppress(Exception):  # as below, and an answer that comes late
+        with suppress(Exception):  # as below, or a timeout
             yield in_thread(lambda: snapshot(local=False), "download").result(hub.LIMIT_S)
     for is_local in (True, False):
         with suppress(Exception):  # not cached, no such model, no network, an optional library is missing

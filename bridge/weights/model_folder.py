@@ -1,6 +1,6 @@
-"""A model as a plain Hugging Face folder: written from weights that may be views, and read back in place.
+"""A model as a standard Hugging Face folder: written from weights that may be views, and read back in place.
 
-Plan, validate, then apply: no byte of a model is overwritten before every name, shape and type in the folder fits it.
+Plan, validate, then apply: no weight is overwritten until every name, shape and dtype in the folder has been checked.
 
 Not covered: writing a folder atomically (`bridge/core/atomic_folder.py`), adapters, quantized weights.
 """
@@ -34,17 +34,17 @@ SINGLE_NAME = "model.safetensors"
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy a whole model into the existing `folder`, with everything beside its weights."""
+    """Copy a model, with its weights and all other files, into the existing `folder`."""
     index = source / INDEX_NAME
     held = [source / CONFIG_NAME, *_weight_files(source), *([index] if index.is_file() else [])]
     missing = [path.name for path in held if not path.is_file()]
     if missing:
-        raise UsageError(f"{source} is an incomplete model: it has no {missing[0]}", hint="name a complete folder")
+        raise UsageError(f"{source} is an incomplete model: {missing[0]} is missing", hint="name a complete folder")
     files = model_files.source_files(source)
     for path in held:
         copyfile(path, folder / path.name)
     if unread := model_files.copy(files, folder):
-        raise UsageError(f"{source} cannot be copied whole: {first_few(unread)}", hint="export it again")
+        raise UsageError(f"{source} cannot be copied completely: {first_few(unread)}", hint="export it again")
 
 
 def save(
@@ -55,14 +55,14 @@ def save(
     *,
     tokenizer: str | Path | None = None,
 ) -> list[str]:
-    """Write `model`, which was loaded from `source`, into the existing `folder`; return what is missing, a line each.
+    """Write `model`, which was loaded from `source`, into the existing `folder`; return one line per missing file.
 
-    The folder has everything of `source` but its weights, with the tokenizer of another folder if `tokenizer` names
-    one. Weights come first: whatever has happened to the source meanwhile, they are not lost.
+    The other files are copied from `source`; if `tokenizer` names a different folder, the tokenizer comes from there.
+    Weights are written first, so that they are not lost whatever has happened to `source` in the meantime.
 
-    Weights may be views into storages of any size: the files hold the Hugging Face tensors alone, tied ones once.
-    With `parts` the model is one rank's: it is gathered tensor by tensor, and the other ranks call `send_parts`. The
-    folder is the same, and any number of ranks can load it.
+    Weights may be views into storages of any size: the files contain only the Hugging Face tensors, tied ones once.
+    With `parts`, `model` is one rank's part: the full tensors are gathered one by one, and the other ranks call
+    `send_parts`. The result is the same folder, and any number of ranks can load it.
     """
     tensors = _whole_tensors(model, parts)
     try:
@@ -72,18 +72,18 @@ def save(
             dtype=str(model.dtype).removeprefix("torch."),
         )  # fmt: skip
     finally:
-        for _ in tensors if parts is not None else ():  # the other ranks wait until everything was gathered
+        for _ in tensors if parts is not None else ():  # the other ranks wait until everything is gathered
             pass
 
 
 def send_parts(model: PreTrainedModel, parts: Parts) -> None:
-    """Take part while another rank saves, or would if it could; raises RankError as `save` does."""
+    """Send this rank's parts to the rank that saves, even if saving failed there; raises RankError as `save` does."""
     for _ in _whole_tensors(model, parts):
         pass
 
 
 def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the files; those of `parts` in host memory, once the ranks are known to agree."""
+    """Yield every tensor to write; with `parts`, check that the ranks agree, then gather each tensor in host memory."""
     held = state(model)
     if parts is None:
         yield from saved_form(model, held).items()
@@ -101,12 +101,12 @@ def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tupl
 def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write `tensors`, and an index if there are several files.
 
-    Not by `save_pretrained`: where several ranks train, that writes on the first one alone, and it would clone every
+    This does not use `save_pretrained`: with several ranks, that writes only on the first one, and it would clone every
     slice of a fused tensor (most of the model) on the GPU.
     """
     files = write_shards(
         folder, "model", tensors,
-        lambda tensor: from_dlpack(tensor.contiguous()),  # not the whole storage of a part; no copy if contiguous
+        lambda tensor: from_dlpack(tensor.contiguous()),  # only the view, not its full storage; no copy if contiguous
         metadata={"format": "pt"},
     )  # fmt: skip
     if len(files) == 1:
@@ -119,20 +119,20 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return what the files hold beside the parameters, by name, once what several modules share."""
+    """Return the buffers that the files contain, by name; a buffer that several modules share appears once."""
     stored = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that the files hold, by its name in the model, a tied parameter once."""
+    """Return all tensors that the files contain, by their names in the model; a tied parameter appears once."""
     return {**dict(model.named_parameters()), **stored_buffers(model)}
 
 
 def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of `parameters`, which are `model`'s by name, under the names and in the pieces of its files.
+    """Return views of `parameters` (those of `model`, by name) with the names and shapes used in checkpoint files.
 
-    In memory transformers holds the experts of a layer as one parameter; a file has two or three per expert.
+    In memory, transformers stacks the experts of a layer in one parameter; a file has two or three tensors per expert.
     Source: transformers 5.17 and 5.19, `core_model_loading.py`, which `save_pretrained` uses.
     """
     held = {name: tensor.detach() for name, tensor in parameters.items()}
@@ -142,22 +142,22 @@ def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict
     others = [name for name, tensor in saved.items() if storage_of(tensor) not in ours]
     if others or sum(t.numel() for t in saved.values()) != sum(t.numel() for t in held.values()):
         raise UnsupportedModelError(
-            f"{', '.join(others[:3]) or type(model).__name__}: the saved form is no view of the parameters",
+            f"{', '.join(others[:3]) or type(model).__name__}: the saved form is not a view of the parameters",
             hint=OTHER_MODES,
         )
     return saved
 
 
 def check(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
-    """Check that the folder's weights are those of `model` by name, shape and type.
+    """Check that the folder's weights match those of `model` in name, shape and dtype.
 
-    Only headers are read, and a tied tensor that is stored twice.
+    This reads only headers, and the values of a tied tensor that is stored twice.
     """
     _files_of(model, folder, _on_meta(model, parts))
 
 
 def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
-    """Copy the folder's weights, or this rank's part of them, into the model's own; a misfit touches none."""
+    """Copy the folder's weights, or this rank's part of them, into the model; if any does not fit, none is changed."""
     whole = _on_meta(model, parts)
     held = state(model)
     firsts = first_names(model) | {name: name for name in held}
@@ -179,13 +179,13 @@ def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) 
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter, by every name that it has; a tied one has several."""
+    """Map every name of each parameter to its first name; a tied parameter has several names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _on_meta(model: PreTrainedModel, parts: Parts | None) -> dict[str, Tensor]:
-    """Return whole tensors of the shapes that the files hold, on the meta device."""
+    """Return the full tensors of the model, with the shapes that the files contain, on the meta device."""
     return {
         name: torch.empty(tensor.shape if parts is None else parts.own[name].shape, dtype=tensor.dtype, device="meta")
         for name, tensor in state(model).items()
@@ -199,7 +199,7 @@ def _like(whole: Tensor, view: Tensor) -> Tensor:
 
 
 def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor]) -> dict[str, Path]:
-    """Return the file of each tensor to copy, all of them checked against the `whole` parameters."""
+    """Return the file of each tensor to copy, after checking all of them against the `whole` parameters."""
     files: dict[str, Path] = {}
     held: dict[str, Stored] = {}
     for path in _weight_files(folder):
@@ -210,7 +210,7 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
     saved = saved_form(model, whole)
     computed = {name for name, _ in model.named_buffers()} - whole.keys()
     left_out = computed | {name for name in aliases if aliases[name] in held}
-    for ignored in model._keys_to_ignore_on_load_unexpected or ():  # such as layers for multi-token prediction
+    for ignored in model._keys_to_ignore_on_load_unexpected or ():  # for example, layers for multi-token prediction
         left_out |= {name for name in held.keys() - saved.keys() - aliases.keys() if re.search(ignored, name)}
     wanted = {name: text for name, text in held.items() if name not in left_out}
     expected = {name: describe(tensor) for name, tensor in saved.items()}
@@ -231,7 +231,7 @@ def _tensor(path: Path, name: str) -> Tensor:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that the folder's index names, or its only one."""
+    """Return the weight files that the folder's index names, or its single weight file."""
     index = folder / INDEX_NAME
     if not index.is_file():
         return [folder / SINGLE_NAME]
@@ -239,12 +239,12 @@ def _weight_files(folder: Path) -> list[Path]:
         names = set(json_lines.parsed(index.read_bytes())["weight_map"].values())
         return [folder / Path(name).name for name in sorted(names)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is not an index of weights", hint="name a complete folder") from error
+        raise UsageError(f"{index} is not a valid weight index", hint="name a complete folder") from error
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep transformers' progress bars off stderr, which is for people."""
+    """Keep transformers' progress bars off stderr, where users read Bridge's own output."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

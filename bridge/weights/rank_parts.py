@@ -1,8 +1,8 @@
-"""What each tensor-parallel rank holds of a Hugging Face parameter, and the whole put together again.
+"""Which part of a Hugging Face parameter each tensor-parallel rank holds, and how the parts are gathered.
 
-Every rank of a replica calls the methods of `Parts` together.
+The methods of `Parts` are collective: every rank of a replica calls them at the same time.
 
-Not covered: where in vLLM's memory a part lies (`View` in `bridge/server/manifest.py`), gradients
+Not covered: where a part is in vLLM's memory (`View` in `bridge/server/manifest.py`), gradients
 (`bridge/passes/parallel.py`).
 """
 
@@ -18,31 +18,31 @@ from bridge.errors import RankError
 from bridge.ranks.world import Ranks
 
 CHUNK = 2**26
-"""Elements of a part that are gathered at once."""
+"""Number of elements of a part that are gathered at a time."""
 CHUNK_WORDS = 2**22
-"""Words of a tensor that are digested at once."""
+"""Number of words of a tensor that are digested at a time."""
 _MIX = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed word
 Runs = tuple[tuple[int, int], ...]
-"""Indices along one axis: runs (start, length), one after the other."""
+"""Indices along one axis, as consecutive runs (start, length)."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter's shape, and the indices of it that one part holds, in their order there."""
+    """The indices of a parameter that one rank holds, in the order in which the rank stores them."""
 
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the full parameter."""
     runs: tuple[Runs, ...]
-    """Per axis; a whole axis is `((0, n),)`."""
+    """Runs along each axis; a full axis is `((0, n),)`."""
 
     @property
     def axis(self) -> int | None:
-        """The first axis of which the part lacks something; None: it holds the whole parameter."""
+        """The first axis along which the part is incomplete; None if it holds the full parameter."""
         return next((axis for axis, size in enumerate(self.part_shape) if size != self.shape[axis]), None)
 
     @property
     def num_elements(self) -> int:
-        """Elements that the part holds."""
+        """Number of elements in the part."""
         return math.prod(self.part_shape)
 
     @property
@@ -50,7 +50,7 @@ class Cut:
         return tuple(sum(length for _, length in runs) for runs in self.runs)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this part of the whole parameter; a view if it is one run, or everything."""
+        """Return this part of the full parameter `whole`; a view if each axis has a single run."""
         assert tuple(whole.shape) == self.shape, (tuple(whole.shape), self.shape)
         for axis, runs in enumerate(self.runs):
             pieces = [whole.narrow(axis, start, length) for start, length in runs]
@@ -58,7 +58,7 @@ class Cut:
         return whole
 
     def put(self, whole: Tensor, part: Tensor) -> None:
-        """Copy this part to its place in the whole parameter."""
+        """Copy `part` into its position in the full parameter `whole`."""
         assert tuple(part.shape) == self.part_shape, (tuple(part.shape), self.part_shape)
         if (axis := self.axis) is None:
             whole.copy_(part)
@@ -69,14 +69,15 @@ class Cut:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Cut":
-        """Return the cut of a part that holds all of it."""
+        """Return the cut that holds a full parameter of `shape`."""
         return cls(tuple(shape), tuple(((0, size),) for size in shape))
 
 
 def held_by(parts: Sequence[Runs]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the indices that any part holds as runs (start, length), each with the parts that hold it.
+    """Return all indices that the parts hold as runs (start, length, parts that hold it).
 
-    A run ends where another part's begins or ends, so that no part holds a piece of one.
+    Runs are split wherever a part's own run begins or ends, so that a part holds each returned run completely or not at
+    all.
     """
     spans = [[(start, start + length) for start, length in runs] for runs in parts]
     edges = sorted({edge for runs in spans for span in runs for edge in span})
@@ -90,23 +91,23 @@ def held_by(parts: Sequence[Runs]) -> list[tuple[int, int, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class Shared:
-    """Elements of a parameter that several ranks hold."""
+    """Elements of a parameter that more than one rank holds."""
 
     name: str
-    """The parameter."""
+    """Name of the parameter."""
     axis: int | None
-    """The axis that is cut; None: all ranks hold the whole parameter."""
+    """The axis along which the parameter is split; None if all ranks hold the full parameter."""
     start: int
-    """The first index along the axis, counted in the whole parameter."""
+    """The first index along the axis, counted in the full parameter."""
     length: int
     parts: tuple[int, ...]
     """The ranks that hold them."""
     adds_up: bool
-    """Whether each rank knows a share of the gradient, as inside a block; else each knows all of it, and the first
-    one's counts, so that all stay equal to the bit."""
+    """Whether each rank computes a share of the gradient, as inside a block. Otherwise each rank computes the full
+    gradient, and all use the first rank's, so that they stay bit-identical."""
 
     def of(self, tensor: Tensor, cut: Cut) -> Tensor:
-        """Return these elements of a rank's parameter or gradient, as a view."""
+        """Return a view of these elements in a rank's parameter or gradient."""
         if self.axis is None:
             return tensor
         before = 0
@@ -117,14 +118,14 @@ class Shared:
         raise AssertionError(f"this rank does not hold {self}")
 
     def num_elements(self, cut: Cut) -> int:
-        """Return the number of elements; `cut` is any rank's."""
+        """Return the number of elements; `cut` may be that of any rank."""
         return math.prod(self.length if axis == self.axis else size for axis, size in enumerate(cut.shape))
 
 
 def shared_elements(cuts: Sequence[Mapping[str, Cut]], adding_up: Collection[str] = ()) -> Iterator[Shared]:
-    """Yield the elements that several ranks hold, in the same order on every rank.
+    """Yield the elements that more than one rank holds, in the same order on every rank.
 
-    `adding_up` are the parameters whose shared elements have a share of the gradient on each rank.
+    `adding_up` names the parameters for whose shared elements each rank computes a share of the gradient.
     """
     for name in cuts[0]:
         held = [of_rank[name] for of_rank in cuts]
@@ -152,9 +153,9 @@ class Parts:
         return self.cuts[self.tp_group.rank]
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
-        """Return a parameter, or something else of its shape, in host memory, put together from all parts.
+        """Gather a parameter, or another tensor of its shape, from all ranks into host memory.
 
-        `mine` is this one's. The device holds `CHUNK` elements of each part at a time.
+        `mine` is this rank's part. The device holds `CHUNK` elements of each part at a time.
         """
         cuts = [cuts[name] for cuts in self.cuts]
         if all(cut.axis is None for cut in cuts):
@@ -174,16 +175,16 @@ class Parts:
         return whole
 
     def check_equal(self, parameters: Mapping[str, Tensor]) -> None:
-        """Check that all parts hold the same values of what they share; RankError: the weights cannot be saved."""
+        """Check that all ranks hold equal values in shared elements; RankError: the weights cannot be saved."""
         for name, (first, second) in self.differing(parameters).items():
             raise RankError(
                 f"ranks {first} and {second} of a replica differ in {name}, expected equal values: the weights"
                 " are not saved",
-                hint="resume from the last checkpoint; and report it, with the model and the GPUs",
+                hint="resume from the last checkpoint, and report this bug with the model and GPU names",
             )
 
     def differing(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """Return the parameters of which two parts hold other values where they share elements, and these two parts."""
+        """Return each parameter whose shared elements differ between two ranks, with the numbers of these ranks."""
         digests = {
             (shared.name, shared.start): digest(shared.of(parameters[shared.name], self.own[shared.name]))
             for shared in shared_elements(self.cuts)
@@ -198,13 +199,13 @@ class Parts:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return 16 hexadecimal digits for the values and order of `tensor`'s elements: they detect changes, not attacks.
+    """Return a digest, 16 hexadecimal digits, of the values and order of `tensor`'s elements. It is not cryptographic.
 
-    In each chunk, every word plus one is multiplied by a mixed, odd factor of its position and summed modulo 2^64. The
-    sums are the coefficients of a polynomial, so that the same words or chunks in another order have another
-    digest. Temporaries stay under 0.2 GiB.
+    In each chunk, every word plus one is multiplied by an odd factor, a hash of its position, and summed modulo 2^64.
+    The sums are the coefficients of a polynomial, so that reordering words or chunks changes the digest. Temporaries
+    stay under 0.2 GiB.
     """
-    word = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)  # wider, a bit's weight overflows
+    word = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)  # int64 would overflow
     words = tensor.detach().contiguous().view(-1).view(word)
     position = torch.arange(min(words.numel(), CHUNK_WORDS), dtype=torch.int64, device=tensor.device)
     factors = ((position + 1) * _MIX).bitwise_xor_((position * _MIX) >> 29).bitwise_or_(1)

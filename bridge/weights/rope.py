@@ -1,11 +1,12 @@
-"""RoPE as the server has it: where frequencies depend on the length, the trainer uses the server's for every sequence.
+"""Match the server's RoPE: where frequencies depend on sequence length, the trainer always uses the server's.
 
-transformers chooses them for each batch by its longest position, so that a short sequence beside a long one would be
-trained differently from how it was sampled. vLLM chooses once, by the longest sequence that it was started for.
+transformers chooses the frequencies for each batch by its longest position, so a short sequence batched with a long one
+would be trained with different frequencies than it was sampled with. vLLM chooses once, by its maximum model length.
 Source: `vllm/model_executor/layers/rotary_embedding`, the same in vLLM 0.26, 0.32 and 0.33, and transformers'
 `modeling_rope_utils.py`.
 
-Not covered: scaling that does not depend on the length (linear, llama3, yarn): transformers computes it as vLLM does.
+Not covered: scaling that does not depend on the length (linear, llama3, yarn), which transformers and vLLM compute the
+same way.
 """
 
 import math
@@ -23,24 +24,24 @@ from bridge.errors import UnsupportedModelError, UsageError
 LONGROPE = "longrope"
 DYNAMIC = "dynamic"
 FIXED = "default"
-"""The type with which transformers never recomputes a module's frequencies."""
+"""The RoPE type for which transformers never recomputes a module's frequencies."""
 GENERIC = "Transformers"
-"""Prefix of vLLM's classes that run transformers' own model, which chooses by the batch at hand."""
+"""Prefix of vLLM's classes that run transformers' own model, which chooses frequencies for each batch."""
 TOLERANCE = 1e-4
-"""Error of a cosine in float32 at positions up to about 100,000."""
+"""Error of a float32 cosine at positions up to about 100,000."""
 
 Parameters = Mapping[str, Any]
 
 
 def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_class: str = "") -> None:
-    """Give `model` the frequencies of a server whose longest sequence has `max_model_len` tokens; None: not known.
+    """Set the RoPE frequencies of `model` to those of a server with this `max_model_len` (None: unknown).
 
-    A model whose RoPE does not depend on the length is left alone. It may be called again for another server.
-    `server_class` is vLLM's class of the model, if known.
+    A model whose RoPE does not depend on the length is not changed. Call this again when the server changes.
+    `server_class` is the class that vLLM runs the model as, if known.
 
     Raises:
-        UnsupportedModelError: transformers or vLLM computes RoPE in its own way.
-        UsageError: the server's longest sequence is not known, or too long.
+        UnsupportedModelError: transformers and vLLM compute RoPE for this model differently.
+        UsageError: the server's maximum length is unknown or too large.
     """
     _check_width(model)
     for module, layer_type, parameters in _dependent(model):
@@ -53,13 +54,13 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
             )
         if max_model_len is None:
             raise UsageError(
-                f"{name} has {kind} RoPE, which depends on the server's longest sequence, and the server reports none",
-                hint="bridge serve-vllm, or a vLLM that lists max_model_len under /v1/models",
+                f"{name} has {kind} RoPE, which depends on max_model_len, but the server does not report it",
+                hint="use bridge serve-vllm, or a vLLM that reports max_model_len at /v1/models",
             )
         prefix = "" if layer_type is None else f"{layer_type}_"
         if kind == LONGROPE:
             frequencies, scaling = _longrope(module.config, layer_type, parameters, max_model_len)
-        else:  # within max_position_embeddings both use the frequencies that the module began with
+        else:  # within max_position_embeddings, both use the module's initial frequencies
             _refuse_dynamic(name, parameters, module.config.max_position_embeddings, max_model_len)
             frequencies = getattr(module, f"{prefix}original_inv_freq")
             scaling = getattr(module, f"{prefix}attention_scaling")
@@ -67,17 +68,17 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
         setattr(module, f"{prefix}inv_freq", frequencies)
         setattr(module, f"{prefix}attention_scaling", scaling)
         module.rope_type = FIXED if layer_type is None else {**module.rope_type, layer_type: FIXED}
-        if not _uses(module, layer_type, frequencies, scaling, max_model_len):  # the code of PhiMoE does not
+        if not _uses(module, layer_type, frequencies, scaling, max_model_len):  # PhiMoE's code does not
             raise UnsupportedModelError(
-                f"{type(module).__name__} computes {kind} RoPE in its own way, which is not vLLM's",
+                f"{type(module).__name__} computes {kind} RoPE differently from vLLM",
                 hint="use another model, such as one in docs/families.md, or report this one",
             )
 
 
 def _check_width(model: PreTrainedModel) -> None:
-    """Refuse a model whose files say how much of a head is rotated where transformers does not read it.
+    """Refuse a model whose configuration limits the rotated part of each head in a field that transformers ignores.
 
-    MiniMax-M2's `rotary_dim` is such a field: vLLM reads it, and transformers before 5.18 rotates whole heads.
+    MiniMax-M2's `rotary_dim` is such a field: vLLM reads it, but transformers before 5.18 rotates entire heads.
     """
     for module in model.modules():
         frequencies = getattr(module, "inv_freq", None)
@@ -85,14 +86,14 @@ def _check_width(model: PreTrainedModel) -> None:
         width = getattr(config, "rotary_dim", None)
         if frequencies is not None and isinstance(width, int) and 2 * len(frequencies) != width:
             raise UnsupportedModelError(
-                f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of each head of"
-                f" {type(model).__name__}, and vLLM the first {width}: rotary_dim of config.json",
+                f"transformers {transformers.__version__} rotates {2 * len(frequencies)} dimensions of each head of"
+                f" {type(model).__name__}, but vLLM only the first {width}: rotary_dim in config.json",
                 hint="pip install --upgrade transformers",
             )
 
 
 def _dependent(model: PreTrainedModel) -> Iterator[tuple[Any, str | None, Parameters]]:
-    """Yield each module whose frequencies depend on the length, with the type of layer that it serves (None: all)."""
+    """Yield each module whose frequencies depend on the length, its layer type (None: all layers) and parameters."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         config = getattr(module, "config", None)
@@ -111,19 +112,22 @@ def _refuse_dynamic(name: str, parameters: Parameters, most: int, max_model_len:
         )
     if max_model_len > most:
         raise UsageError(
-            f"{name} has dynamic RoPE, for which vLLM has frequencies up to {most} tokens, and the server's longest"
-            f" sequence has {max_model_len}",
+            f"{name} has dynamic RoPE, for which vLLM has frequencies only up to {most} tokens, but the server's"
+            f" max_model_len is {max_model_len}",
             hint=f"restart the server with --max-model-len {most}",
         )
 
 
 def _longrope(config: Any, layer_type: str | None, parameters: Parameters, max_model_len: int) -> tuple[Tensor, float]:
-    """Return the table of `Phi3LongRoPEScaledRotaryEmbedding`: long factors for all if any sequence may need them."""
+    """Return the frequencies and scaling of vLLM's `Phi3LongRoPEScaledRotaryEmbedding`.
+
+    It uses the long factors for all sequences if any sequence may need them.
+    """
     original = parameters["original_max_position_embeddings"]
     is_long = max_model_len > original
     frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](config, None, seq_len=original + is_long, layer_type=layer_type)
     scaling = parameters.get("long_mscale" if is_long else "short_mscale")
-    if scaling is None:  # transformers would also look at `attention_factor` and `factor`
+    if scaling is None:  # transformers would also consider `attention_factor` and `factor`
         stretch = max(config.max_position_embeddings / original, 1.0)
         scaling = math.sqrt(1 + math.log(stretch) / math.log(original))
     return frequencies, scaling
@@ -131,7 +135,7 @@ def _longrope(config: Any, layer_type: str | None, parameters: Parameters, max_m
 
 @torch.no_grad()
 def _uses(module: nn.Module, layer_type: str | None, frequencies: Tensor, scaling: float, max_model_len: int) -> bool:
-    """Run `module` on near positions alone and beside the farthest: it must give these frequencies' cosines in both."""
+    """Return whether `module` computes the cosines of `frequencies`, for short positions only and with the longest."""
     layers = {} if layer_type is None else {"layer_type": layer_type}
     for batch in ([0, 1], [0, 1, max_model_len - 1]):
         positions = torch.tensor([batch], device=frequencies.device)

@@ -1,10 +1,10 @@
-"""Shared memory on the CPU: one anonymous file per server rank, opened by path from another process.
+"""Shared memory on the CPU: one anonymous file per server rank, which other processes open by path.
 
-The file is a memfd: it has no name to clean up after a crash, is not limited by the size of `/dev/shm` (64 MiB in a
-default container), and its memory lives exactly as long as a process maps it. Its size is sealed, so that no mapping
-can be cut short.
+The file is a memfd: it leaves no name to clean up after a crash, is not limited by the size of `/dev/shm` (64 MiB in a
+default container), and its memory is freed when the last process unmaps it. Its size is sealed, so that it cannot
+shrink under a mapping.
 
-Not covered: the places in the file (`bridge/server/manifest.py`), GPU memory (`cuda_ipc.py`).
+Not covered: the layout within the file (`bridge/server/manifest.py`), GPU memory (`cuda_ipc.py`).
 """
 
 import fcntl
@@ -18,20 +18,20 @@ from bridge.core import host_memory
 from bridge.errors import AttachError
 
 ALIGNMENT_BYTES = 256
-"""Alignment of every storage, the same as of CUDA's allocator."""
+"""Alignment of every storage, the same as in CUDA's allocator."""
 
 
 class SharedBlock(NamedTuple):
-    """One shared file of this process, mapped."""
+    """A shared file of this process and its mapping."""
 
-    path: str  # by which another process of the same user opens it
+    path: str  # other processes of the same user open it by this path
     storage: torch.UntypedStorage  # the whole file
 
 
 def allocate(num_bytes: int) -> SharedBlock:
     """Create and map a shared file of `num_bytes`; it lives as long as this process or a mapping does."""
     left = host_memory.left_bytes()
-    if num_bytes > left:  # Linux would not refuse: it would kill a process
+    if num_bytes > left:  # Linux would not refuse the allocation, but kill a process later
         raise _no_room(num_bytes, f"{left / 2**30:.2f} GiB are left")
     descriptor = os.memfd_create("bridge-weights", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
@@ -62,7 +62,7 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
         if size < num_bytes:
             raise AttachError(
                 f"the server's weights at {path} have {size} bytes, expected at least {num_bytes}",
-                hint="the manifest is another server's: restart the server, which rewrites it",
+                hint="the manifest belongs to a different server: restart this one, which rewrites it",
             )
         return _map(descriptor, num_bytes)
     finally:

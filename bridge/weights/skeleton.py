@@ -1,11 +1,11 @@
-"""The trainer's model without its weights: parameters on the meta device, buffers real; and its tokenizer.
+"""The trainer's model without its weights (parameters on the meta device, real buffers), and its tokenizer.
 
-Server and trainer build it by the same function, so that both mean the same parameters. The model itself makes its
-buffers: RoPE scaling of every kind stays what its author wrote. A buffer that its files hold, such as the bias of a
-router, comes from the server like a parameter, and is one here, without a gradient.
+Server and trainer build it with the same function, so that both use the same parameter names. The model's own code
+computes its buffers, which keeps every kind of RoPE scaling as its author wrote it. A buffer that is stored in the
+model's files, such as a router's bias, comes from the server like a parameter, and becomes one without a gradient.
 
-Code that comes with a model is never run: transformers' own classes are built on both sides, also where vLLM gets
-`--trust-remote-code`. A family that only such code has is refused.
+Code that ships with a model is never run: both sides build transformers' own classes, even if vLLM runs with
+`--trust-remote-code`. A model family that exists only in such code is refused.
 """
 
 import inspect
@@ -37,24 +37,24 @@ MISBUILT = (
     ValueError, ImportError, TypeError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
     StrictDataclassError,
 )  # fmt: skip
-"""Raised by transformers if its classes cannot be built from a configuration."""
+"""Exceptions that transformers raises if it cannot build a model from its configuration."""
 
 
 def configuration(model: str) -> PretrainedConfig:
-    """Load `model`'s configuration without what only says how its last user ran transformers.
+    """Load `model`'s configuration without settings that only record how its last user ran transformers.
 
-    Its attention may be a package that is not installed here, and a model that returns tuples cannot be called. vLLM
-    reads none of that.
+    The attention implementation may be a package that is not installed here, and Bridge cannot call a model that
+    returns tuples. vLLM ignores these settings.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    config._attn_implementation = config._experts_implementation = None  # of its parts, too: transformers chooses
+    config._attn_implementation = config._experts_implementation = None  # also in sub-configurations
     for part in (config, config.get_text_config()):
         part.return_dict = True
     return config
 
 
 def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return `model` with every parameter on the meta device, of which its language model's require gradients."""
+    """Return `model` with every parameter on the meta device; those of its language model require gradients."""
     try:
         config = configuration(model)
     except (OSError, *MISBUILT) as error:
@@ -65,7 +65,7 @@ def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
-            f"{model} is quantized: an optimizer cannot step its weights",
+            f"{model} is quantized: an optimizer cannot update its weights",
             hint="use the unquantized model",
         )
     try:
@@ -73,7 +73,7 @@ def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
             skeleton: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except MISBUILT as error:
         raise UnsupportedModelError(
-            f"{model} is not a language model of transformers: {first_line(error)}", hint=OTHER_MODES
+            f"{model} is not a transformers language model: {first_line(error)}", hint=OTHER_MODES
         ) from error
     if reason := _untrainable(skeleton):
         raise UnsupportedModelError(
@@ -91,7 +91,7 @@ def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _refuse_unknown_family(model: str) -> None:
-    """Refuse a model of which transformers has no classes, also if code that comes with it has some."""
+    """Refuse a model for which transformers has no classes, even if the model ships with its own code."""
     try:
         document, _ = PretrainedConfig.get_config_dict(model)
     except (OSError, *MISBUILT):
@@ -100,16 +100,15 @@ def _refuse_unknown_family(model: str) -> None:
     if not isinstance(family, str) or family in CONFIG_MAPPING:
         return
     version = transformers.__version__
-    only_code = ": only code that comes with it does, and Bridge runs none of that" if "auto_map" in document else ""
+    only_code = ": only code that ships with the model does, and Bridge never runs it" if "auto_map" in document else ""
     raise UnsupportedModelError(
-        f"{model} is of family {family}, which transformers {version} does not have{only_code}",
-        hint="train a model of a family that transformers has, such as those in docs/families.md, or upgrade"
-        " transformers",
+        f"{model} belongs to family {family}, which transformers {version} does not support{only_code}",
+        hint="train a model of a supported family, such as those in docs/families.md, or upgrade transformers",
     )
 
 
 def hold(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace the buffer `name` of `model` by a parameter without a gradient."""
+    """Replace the buffer `name` of `model` with a parameter that does not require a gradient."""
     module, _, leaf = name.rpartition(".")
     owner = model.get_submodule(module)
     delattr(owner, leaf)
@@ -117,26 +116,26 @@ def hold(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return what builds the model: a language model inside something larger comes with all of it."""
+    """Return the class that builds the model; a language model inside a larger model is built with all of it."""
     return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
 def _untrainable(skeleton: PreTrainedModel) -> str | None:
-    """Return why `bridge/passes` cannot run this class, whatever its weights are."""
+    """Return why `bridge/passes` cannot run a model of this class; None if it can."""
     decoder = skeleton.get_decoder()
     head = skeleton.get_output_embeddings()
     taken = inspect.signature(decoder.forward).parameters
     if decoder is skeleton or "input_ids" not in taken:
-        return "has no decoder that transformers finds: its get_decoder() returns something else"
+        return "has no decoder that transformers can find: its get_decoder() returns something else"
     if "position_ids" not in taken:
-        return "takes no position_ids: packed sequences would run into one another"
+        return "does not accept position_ids: packed sequences would run into each other"
     if not isinstance(getattr(head, "weight", None), nn.Parameter):
         return "has no output embeddings, which turn hidden states into logits"
     return None
 
 
 def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
-    """Return every parameter's shape by name, a tied parameter once."""
+    """Return the shape of every parameter by name; a tied parameter appears once."""
     return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
 
 
@@ -144,7 +143,7 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Load `model`'s tokenizer; UsageError if it has none."""
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # what is raised depends on the tokenizer, and on optional libraries
+    except Exception as error:  # the exception depends on the tokenizer and on optional libraries
         raise UsageError(
             f"{model!r} has no usable tokenizer: {first_line(error) or type(error).__name__}",
             hint="copy tokenizer.json and tokenizer_config.json into the model's folder",
@@ -153,7 +152,7 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def num_embeddings(model: str) -> int | None:
-    """Return how many tokens the embedding of `model` has rows for, by its configuration; None: it says nothing."""
+    """Return the number of rows of `model`'s token embedding according to its configuration; None if unknown."""
     try:
         size = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config().vocab_size
     except (OSError, *MISBUILT):
@@ -162,6 +161,6 @@ def num_embeddings(model: str) -> int | None:
 
 
 def absolute(model: str) -> str:
-    """Return a local model's absolute folder, or a hub name unchanged."""
+    """Return the absolute path of a local model; return a hub name unchanged."""
     path = Path(model)
     return str(path.resolve()) if paths.is_folder(path) else model

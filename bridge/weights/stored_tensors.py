@@ -1,4 +1,4 @@
-"""Safetensors files: written in shards, and their names, types and shapes compared with a model's or a server's slots.
+"""Write safetensors files in shards, and check stored names, dtypes and shapes against a model or a server's slots.
 
 Not covered: reading tensors.
 """
@@ -25,22 +25,22 @@ _DTYPE_CODES = {
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file, and its copy in host memory while it is written; a larger tensor gets its own file."""
+"""Size of the largest file, and of the copy in host memory while it is written; a larger tensor gets its own file."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 EXPERTS = "experts"
-"""The module of a layer's routed experts, for transformers, vLLM and `--lora-target-modules`."""
+"""Name of the module of a layer's routed experts in transformers, vLLM and `--lora-target-modules`."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""The weights of an expert that have an adapter, in the order in which vLLM holds them."""
+"""The projections of an expert that get an adapter, in vLLM's order."""
 STACKED = f".{EXPERTS}.lora."
-"""Part of the names of what is trained of all experts; saved, each expert's number is in the place of `lora`."""
+"""Part of the names of the experts' stacked LoRA matrices; in saved names, each expert's number replaces `lora`."""
 _NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
-"""PEFT's extensions of plain LoRA that vLLM's slots do not have; false or empty if unused."""
+"""PEFT's extensions of LoRA that vLLM's slots do not support; false or empty if unused."""
 
 
 class Stored(NamedTuple):
-    """Type, as safetensors names it, and shape of one tensor."""
+    """Dtype (safetensors' name for it) and shape of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,10 +50,10 @@ class Stored(NamedTuple):
 
 
 def headers(path: Path) -> dict[str, Stored]:
-    """Return what a file stores, by name, and check its length."""
+    """Return the dtype and shape of each tensor in a file by name; safetensors also checks the file's length."""
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping
             return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise UsageError(
@@ -69,9 +69,10 @@ def write_shards(
     *,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, dict[str, int]]:
-    """Write tensors to files `name`-00001-of-00002.safetensors and so on; return each file's tensors, with their bytes.
+    """Write tensors to files `name`-00001-of-00002.safetensors etc.; return the byte size of each tensor, by file.
 
-    A file has at most `MAX_SHARD_BYTES`, or one tensor. `copied` makes what is written of a tensor, when it is due.
+    A file has at most `MAX_SHARD_BYTES`, or a single tensor. `copied` is called on each tensor just before it is
+    written, and returns the tensor to write.
     """
     files = list[dict[str, int]]()
     for shard in _shards(tensors, copied):
@@ -99,36 +100,36 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], copied: Callable[[Tensor], Te
 
 
 def stored_names(name: str, shape: Shape) -> list[str]:
-    """Return the names under which an adapter's matrix is saved: its own, or those of each expert's."""
+    """Return the names under which an adapter's matrix is saved: its own, or one per expert."""
     return [name.replace(STACKED, f".{EXPERTS}.{number}.") for number in range(math.prod(shape[:-2]))]
 
 
 def describe(tensor: Tensor) -> Stored:
-    """Return what `headers` reports of `tensor` once it is written."""
+    """Return what `headers` reports for `tensor` once it is written."""
     return Stored(_DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
 
 def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Compare descriptions by name; errors call the whole `name`."""
+    """Raise UsageError if the descriptions of any tensor differ; `name` is what the error calls the folder or file."""
     odd = sorted(key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key))
     if odd:
         faults = [
-            f"{key} is {stored.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}" for key in odd
+            f"{key} is {stored.get(key, 'absent')}, expected {expected.get(key, 'no such tensor')}" for key in odd
         ]
         raise UsageError(
             f"{name} does not fit the model: {first_few(faults)}",
-            hint="name what was saved from this very model, in its own dtype",
+            hint="name a folder that was saved from this model in the same dtype",
         )
 
 
 def check_adapter(folder: Path, shard: Shard) -> None:
-    """Check that each matrix in `folder` has its place in the slots of `shard`, of any rank of a server."""
+    """Check that each matrix in `folder` fits into a LoRA slot of `shard`, which may be that of any server rank."""
     path = folder / ADAPTER_CONFIG
     try:
         config = json_lines.parsed(path.read_text())
         extras = [f"{name} {config[name]}" for name in _NOT_PLAIN if config.get(name)]
         named = set(config.get("target_modules") or ())
-    except (OSError, ValueError, AttributeError, TypeError) as error:  # the last: it holds no object, or no names
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: values of the wrong type
         raise UsageError(f"{path} cannot be read: {error}", hint="name a complete adapter") from error
     shapes = {name: part.shape for name, part in headers(folder / ADAPTER_WEIGHTS).items()}
     faults = [*extras, *_misfits(shapes, shard)] or ([] if shapes else ["it has no matrices"])
@@ -136,7 +137,7 @@ def check_adapter(folder: Path, shard: Shard) -> None:
     if faults:
         raise UsageError(
             f"the adapter {folder} does not fit the server's slots: {first_few(faults)}",
-            hint="name an adapter that was trained beside this server, such as SAVE_PATH/adapter_step_N",
+            hint="name an adapter that was trained with this server, such as SAVE_PATH/adapter_step_N",
         )
 
 
@@ -158,11 +159,11 @@ def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:
         if matrix is None or slot is None:
             yield f"there is no slot for {name}"
             continue
-        is_a = matrix["side"] == "A"  # a slot is [adapters, 1 or experts, *matrix]; an adapter may have a lower rank
+        is_a = matrix["side"] == "A"  # a slot is [adapters, 1 or experts, *matrix]; an adapter's rank may be lower
         most = slot.lora_a.shape[2]
         held = (slot.lora_b.shape[2], slot.lora_a.shape[3])
-        view = shard.param_mappings.get(f"{module}.weight")  # none of experts, whose slots are whole
+        view = shard.param_mappings.get(f"{module}.weight")  # None for experts, whose slots are not split
         outputs, inputs = held if view is None else cut_of(view).shape
         room, rank, width = ((most, inputs), 0, 1) if is_a else ((outputs, most), 1, 0)
         if len(shape) != 2 or shape[rank] > room[rank] or shape[width] != room[width]:
-            yield f"{name} is {shape}, its slot {room}"
+            yield f"{name} has shape {shape}, its slot {room}"

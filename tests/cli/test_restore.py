@@ -478,7 +478,7 @@ def test_a_damaged_adapter_is_refused_before_the_pause(
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"lora_r": 8}, "model.layers.0.mlp.gate_proj.lora_A.weight is (8, 128), its slot (4, 128)"),
+        ({"lora_r": 8}, "model.layers.0.mlp.gate_proj.lora_A.weight has shape (8, 128), its slot (4, 128)"),
         ({"lora_target_modules": "down_proj"}, "no slot for base_model.model.model.layers.0.mlp.down_proj"),
     ],
 )
@@ -499,7 +499,7 @@ def test_an_adapter_of_a_larger_model_is_refused(bridge: Bridge, server: Server,
     config = TrainConfig.of(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
     (bridge.folder / "adapter_step_3").mkdir()
     Adapter(model, config.lora, seed=config.seed, base_name=config.model_name).save(bridge.folder / "adapter_step_3")
-    assert "lora_A.weight is (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]
+    assert "lora_A.weight has shape (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]
     assert (server.routes(), slots.seated) == ([], [])
 
 

@@ -280,7 +280,7 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
 ON_GPUS: Mapping[str, Callable[[], PretrainedConfig]] = {"MiniMax-M2": minimax_m2}
 """Families that vLLM's build for CPUs cannot serve."""
 INSIDE = {"Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Mistral 3"}
-"""Families whose language model is one part of several."""
+"""Families whose language model is one of several parts."""
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:

@@ -233,11 +233,11 @@ def test_a_state_of_other_parameters_is_refused_whole(written: Path) -> None:
     message = refusal(written, trained | {"new": nn.Parameter(torch.ones(2))})
     assert message == f"{written / FOLDER} does not fit the model: new is absent, expected trained"
     message = refusal(written, {"layer.a": trained["layer.a"]})
-    assert "head is trained, expected none of that name; layer.b is" in message
+    assert "head is trained, expected no such tensor; layer.b is" in message
     message = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 5).bfloat16())})
     assert "head.exp_avg is F32 (3, 4), expected F32 (3, 5); head.exp_avg_sq is " in message
     message = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 4))})
-    assert "head.remainder is I16 (3, 4), expected none of that name" in message
+    assert "head.remainder is I16 (3, 4), expected no such tensor" in message
 
 
 @pytest.mark.parametrize("other", ["adamw-8bit", OFFLOADED])
@@ -273,7 +273,7 @@ Edit = Callable[[dict[str, Tensor]], object]
     ("edit", "message"),
     [
         (lambda t: t.pop("head.exp_avg"), "head.exp_avg is absent, expected F32 (3, 4)"),
-        (lambda t: t.update({"head.more": torch.ones(1)}), "head.more is F32 (1,), expected none of that name"),
+        (lambda t: t.update({"head.more": torch.ones(1)}), "head.more is F32 (1,), expected no such tensor"),
         (
             lambda t: t.update({"head.exp_avg": torch.ones(3, 4).bfloat16()}),
             "head.exp_avg is BF16 (3, 4), expected F32 (3, 4)",

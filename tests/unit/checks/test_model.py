@@ -53,7 +53,7 @@ def test_proved_family_can_be_trained_by_every_mode(family: str) -> None:
             {"model_type": "gemma3", "text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]},
             "not a causal",
         ),
-        ({"text_config": {"kv_lora_rank": 512, "index_topk": 2048}}, "one part of several"),
+        ({"text_config": {"kv_lora_rank": 512, "index_topk": 2048}}, "one of several parts"),
     ],
 )
 def test_untrainable_model_fails_with_the_reason(config: dict[str, Any], words: str) -> None:
@@ -95,12 +95,12 @@ def test_proved_types_are_those_of_the_table() -> None:
 
 def test_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(_question: str, *, model: str) -> Facts:
-        return Facts(unsupported=f"{model} cannot be trained: its OddForCausalLM takes no position_ids")
+        return Facts(unsupported=f"{model} cannot be trained: its OddForCausalLM does not accept position_ids")
 
     monkeypatch.setattr(probe, "ask", ask)
     checks = list(model.modes("m", {"model_type": "odd", "architectures": ["OddForCausalLM"]}))
     assert [check.status for check in checks] == ["FAIL"] * 3
-    assert checks[0].found == "cannot be trained: its OddForCausalLM takes no position_ids"
+    assert checks[0].found == "cannot be trained: its OddForCausalLM does not accept position_ids"
     proved = list(model.modes("m", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     assert [check.status for check in proved] == ["PASS"] * 3
 
@@ -118,7 +118,7 @@ def test_model_is_built_by_a_child_process(tmp_path: Path) -> None:
     )
     (obstacle,) = model.unbuildable(str(tmp_path), {"model_type": "mpt"})
     assert obstacle.modes == MODES
-    assert obstacle.reason.startswith("cannot be trained: its MptForCausalLM takes no position_ids")
+    assert obstacle.reason.startswith("cannot be trained: its MptForCausalLM does not accept position_ids")
 
 
 @pytest.mark.parametrize("odd", [{"text_config": "llama"}, {"text_config": [1]}, {"dtype": {"": "float16"}}])

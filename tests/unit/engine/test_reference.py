@@ -290,7 +290,7 @@ def test_reference_with_a_different_vocabulary_is_refused(folder: Path, tmp_path
 
 def test_reference_inside_a_multimodal_model_is_refused(folder: Path, tmp_path: Path) -> None:
     larger = tiny.write(FAMILIES["Qwen3-VL"](), tmp_path / "larger")
-    with pytest.raises(UnsupportedModelError, match="a qwen3_vl, whose language model is one part of several"):
+    with pytest.raises(UnsupportedModelError, match="a qwen3_vl, whose language model is one of several parts"):
         check_of(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(larger)))
 
 

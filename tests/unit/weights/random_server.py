@@ -1,4 +1,4 @@
-"""A random server: it fuses, stacks, pads and ties, and its loader may alter weights in ways that a trainer cannot."""
+"""A random server that fuses, stacks, pads and ties weights, and whose loader may alter them in unsupported ways."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 Load = Callable[[Tensor, Tensor], None]
-"""Loads a weight into its place in the server's parameter."""
+"""Loads a weight into its position in the server's parameter."""
 
 
 def _plain(parameter: Tensor, loaded: Tensor) -> None:
@@ -97,7 +97,7 @@ def _changed_first(parameter: Tensor, loaded: Tensor) -> None:
 
 
 def _left_out(parameter: Tensor, loaded: Tensor) -> None:
-    """Leave the old value."""
+    """Keep the old value."""
 
 
 GOOD: tuple[Load, ...] = (_plain, _by_slices, _duplicated, _twice, _cleared_first)
@@ -118,12 +118,12 @@ class Server:
     padding: dict[str, int] = field(default_factory=dict)
     """Declared number of padding elements at the end of the server's parameters."""
     loads: dict[str, list[tuple[str, tuple[slice, ...], tuple[slice, ...], Load]]] = field(default_factory=dict)
-    """Model's parameter -> its loads: the server's parameter, the slices to write and to read, and how."""
+    """Model's parameter -> its loads: (server's parameter, slice to write, slice to read, how to load)."""
     is_plain: bool = True
-    """Whether nothing odd was chosen, so that it must be accepted."""
+    """Whether the server has no oddities, so that it must be accepted."""
 
     def model(self) -> "Model":
-        """Return a new model, not loaded yet."""
+        """Return a new model whose weights are not loaded yet."""
         return Model(self)
 
 
@@ -144,7 +144,7 @@ class Model(nn.Module):
 
 
 def make(random_: random.Random) -> Server:
-    """Make a server: most are correct, the others have one or two oddities."""
+    """Create a server: most are correct, the others have one or two oddities."""
     server = Server()
     for index in range(random_.randint(1, 3)):
         (_stack if random_.random() < 0.3 else _fuse)(server, f"v{index}", random_)
@@ -155,7 +155,7 @@ def make(random_: random.Random) -> Server:
 
 
 def _fuse(server: Server, name: str, random_: random.Random) -> None:
-    """Stack several parameters by rows, sometimes with padding after the last."""
+    """Stack several parameters by rows, sometimes with padding at the end."""
     rest = tuple(random_.randint(1, 4) for _ in range(random_.randint(0, 2)))
     start = 0
     for part in range(random_.randint(1, 3)):
@@ -189,7 +189,7 @@ def _odd_load(server: Server, random_: random.Random) -> None:
 
 
 def _another_place(server: Server, random_: random.Random) -> None:
-    """Load a part somewhere else, in addition or instead."""
+    """Load a part at a different position, additionally or instead."""
     loads = server.loads[random_.choice(sorted(server.loads))]
     index = random_.randrange(len(loads))
     parameter, into, of, load = loads[index]
@@ -199,7 +199,7 @@ def _another_place(server: Server, random_: random.Random) -> None:
 
 
 def _overwritten(server: Server, random_: random.Random) -> None:
-    """Load something over another parameter's place."""
+    """Load a part over another parameter's elements."""
     name, other = (random_.choice(sorted(server.loads)) for _ in range(2))
     parameter, into, _, load = random_.choice(server.loads[other])
     server.loads[name].append((parameter, into, (), load))

@@ -1,4 +1,4 @@
-"""The adapter itself: its output against plain PEFT, what it saves and loads, and which parts are trained."""
+"""The adapter itself: its output compared with PEFT's, what it saves and loads, and which parameters are trained."""
 
 import copy
 import json
@@ -78,7 +78,7 @@ def plain_peft(model: PreTrainedModel, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("alpha", "rank"), SCALINGS)
-def test_a_saved_adapter_computes_the_same_in_plain_peft(tmp_path: Path, alpha: float, rank: int) -> None:
+def test_saved_adapter_computes_the_same_in_peft(tmp_path: Path, alpha: float, rank: int) -> None:
     model, alone = base(), base()
     adapter = put_in(model, lora_alpha=alpha, lora_r=rank)
     without = alone(IDS).logits
@@ -91,7 +91,7 @@ def test_a_saved_adapter_computes_the_same_in_plain_peft(tmp_path: Path, alpha: 
 
 
 @pytest.mark.parametrize("alpha", [16.0, 4.0])
-def test_with_a_power_of_two_bf16_computes_the_very_same_bits(tmp_path: Path, alpha: float) -> None:
+def test_power_of_two_scaling_is_bit_exact_in_bf16(tmp_path: Path, alpha: float) -> None:
     model = base(torch.bfloat16)
     adapter = put_in(model, lora_alpha=alpha)
     fill(adapter)
@@ -108,7 +108,7 @@ def test_with_a_power_of_two_bf16_computes_the_very_same_bits(tmp_path: Path, al
         (torch.float32, 24.0, torch.float64),
     ],
 )
-def test_b_is_saved_wider_where_its_type_would_lose_bits(
+def test_b_is_saved_in_a_wider_dtype_if_needed(
     tmp_path: Path, dtype: torch.dtype, alpha: float, stored: torch.dtype
 ) -> None:
     adapter = put_in(base(dtype), lora_alpha=alpha)
@@ -133,7 +133,7 @@ def test_saving_and_loading_keeps_every_bit(tmp_path: Path, dtype: torch.dtype, 
     assert [m.lora_b.data_ptr() for m in adapter.modules.values()] == addresses
 
 
-def test_saved_adapter_names_its_base_and_plain_lora(tmp_path: Path) -> None:
+def test_saved_config_names_the_base_and_standard_lora(tmp_path: Path) -> None:
     folder = saved(put_in(base()), tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 16.0, "tiny")
@@ -175,7 +175,7 @@ def test_gradients_reach_a_and_b_of_every_module(checkpointing: bool) -> None:
     assert all(m.lora_b.grad is not None and m.lora_b.grad.any() for m in adapter.modules.values())
 
 
-def test_the_seed_alone_decides_where_an_adapter_begins() -> None:
+def test_initial_adapter_depends_only_on_the_seed() -> None:
     torch.manual_seed(1)
     first = values(put_in(base(), seed=3))
     torch.manual_seed(2)
@@ -188,7 +188,7 @@ def test_the_seed_alone_decides_where_an_adapter_begins() -> None:
     assert not equal(first, values(put_in(base(), seed=4)))
 
 
-def test_dropout_is_in_front_of_the_adapter_and_nowhere_else() -> None:
+def test_dropout_applies_only_to_the_adapters_input() -> None:
     model = base()
     adapter = put_in(model, lora_dropout=0.5)
     without = model(IDS).logits
@@ -208,7 +208,7 @@ def test_without_dropout_the_model_computes_the_same_twice() -> None:
 
 @pytest.mark.parametrize("make", [SplitMasterAdamW, OffloadedAdamW])
 @pytest.mark.parametrize(("alpha", "rank"), SCALINGS)
-def test_it_trains_as_plain_adamw_trains_the_saved_one(
+def test_training_matches_adamw_on_the_saved_adapter(
     tmp_path: Path, alpha: float, rank: int, make: Callable[..., InPlaceOptimizer]
 ) -> None:
     model, lr, decay, max_norm = base(), 1e-2, 0.1, 0.02
@@ -260,12 +260,12 @@ def test_it_trains_as_plain_adamw_trains_the_saved_one(
 def test_an_unknown_target_module_is_refused(wanted: str, named: str) -> None:
     with pytest.raises(UsageError, match=f"--lora-target-modules {named}: ") as caught:
         put_in(base(), lora_target_modules=wanted)
-    assert "choose among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.hint
+    assert "choose from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.hint
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("wanted", ["lm_head", "q_proj,lm_head"])
-def test_an_adapter_of_the_head_is_refused(wanted: str, tied: bool) -> None:
+def test_an_adapter_for_the_head_is_refused(wanted: str, tied: bool) -> None:
     config = tiny.llama()
     config.tie_word_embeddings = tied
     with pytest.raises(UsageError, match="--lora-target-modules lm_head: the head gets no adapter") as caught:
@@ -274,22 +274,22 @@ def test_an_adapter_of_the_head_is_refused(wanted: str, tied: bool) -> None:
 
 
 def test_modules_peft_cannot_adapt_are_refused() -> None:
-    """As the layers of the expert of every token in Qwen3-Next: PEFT takes their names for those of stacked experts."""
+    """For example, the shared expert's layers in Qwen3-Next: PEFT treats their names as those of stacked experts."""
     model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3-Next"]())
     with pytest.raises(UsageError, match="--lora-target-modules q_proj,gate_proj: "):
         put_in(model, lora_target_modules="q_proj,gate_proj")
 
 
 @pytest.mark.parametrize("wanted", ["gate_proj,up_proj,down_proj", "layers.0.mlp.down_proj"])
-def test_experts_are_not_adapted_in_place_of_the_chosen_layers(wanted: str) -> None:
-    """DeepSeek's first layer is a plain one, but PEFT takes its name for that of every layer's stacked experts."""
+def test_experts_are_not_adapted_instead_of_chosen_layers(wanted: str) -> None:
+    """DeepSeek's first layer is a dense one, but PEFT treats its name as that of every layer's stacked experts."""
     model = AutoModelForCausalLM.from_config(FAMILIES["DeepSeek-V3"]())
     with pytest.raises(UsageError, match=f"--lora-target-modules {wanted}: .*experts"):
         put_in(model, lora_target_modules=wanted)
 
 
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "Qwen3-Next"])
-def test_experts_get_no_adapter(family: str) -> None:
+def test_all_linear_excludes_expert_layers(family: str) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES[family]())
     names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     adapted = put_in(model, lora_target_modules="all-linear").modules.keys()
@@ -298,7 +298,7 @@ def test_experts_get_no_adapter(family: str) -> None:
 
 
 def test_a_router_that_is_a_linear_layer_gets_no_adapter() -> None:
-    """PEFT takes the name of AFMoE's for that of a stacked router, and refuses it."""
+    """PEFT treats the name of AFMoE's router as that of a stacked router, and refuses it."""
     config = AfmoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
@@ -309,7 +309,7 @@ def test_a_router_that_is_a_linear_layer_gets_no_adapter() -> None:
     assert adapted == {f"{layer}.{name}_proj" for layer in layers for name in "qkvo"}
 
 
-def test_chosen_modules_alone_get_an_adapter() -> None:
+def test_only_chosen_modules_get_an_adapter() -> None:
     adapter = put_in(base(), lora_target_modules="q_proj, layers.1.mlp.down_proj")
     assert adapter.modules.keys() == {
         "model.layers.0.self_attn.q_proj",
@@ -326,7 +326,7 @@ def test_chosen_modules_alone_get_an_adapter() -> None:
         ({"lora_target_modules": "q_proj"}, "matrices differ"),
     ],
 )
-def test_another_adapter_is_refused_and_nothing_is_copied(tmp_path: Path, other: dict[str, Any], words: str) -> None:
+def test_mismatched_adapter_is_refused_without_copying(tmp_path: Path, other: dict[str, Any], words: str) -> None:
     adapter = put_in(base())
     folder = saved(put_in(base(), **other), tmp_path / "other")
     before = values(adapter)
@@ -354,7 +354,7 @@ def bent_config(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_short, without_weights, without_config, bent_config])
-def test_a_damaged_adapter_is_refused_and_nothing_is_copied(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_adapter_is_refused_without_copying(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     adapter = put_in(base())
     folder = saved(adapter, tmp_path / "adapter")
     before = copy.deepcopy(values(adapter))

@@ -1,4 +1,4 @@
-"""An adapter in parts computes, learns, saves and loads what the whole one does.
+"""A tensor-parallel adapter computes, learns, saves and loads the same as a full one.
 
 Not covered: a run that resumes (`test_parts_resume.py`), and a real server (`tests/cpu/test_tensor_parallel.py`).
 """
@@ -44,7 +44,7 @@ def one_head() -> LlamaConfig:
 
 
 def put_in(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:
-    """Put an adapter into a whole model, or into the part of it that this rank keeps."""
+    """Insert an adapter into a full model, or into the part of it that this rank holds."""
     cuts: Sequence[Any] = ()
     if ranks.world_size > 1:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -63,7 +63,7 @@ def put_in(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -
 
 
 def filled(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:
-    """The same with matrices that all matter."""
+    """Like `put_in`, but with nonzero values in all matrices."""
     adapter, chance = put_in(model, ranks, dropout), torch.Generator().manual_seed(0)
     for name in adapter.lr_factors():
         matrix = model.get_parameter(name)
@@ -74,7 +74,7 @@ def filled(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -
 
 
 def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
-    """Return how far this part is from the whole, by what is compared."""
+    """Return the differences between this rank's part and the full adapter, by what is compared."""
     whole, model = whole_model(config), whole_model(config)
     filled(whole)
     adapter = filled(model, ranks, dropout=0.5)
@@ -106,14 +106,14 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     [(tiny.qwen2, 2), (tiny.qwen2, 4), (one_head, 2), (FAMILIES["Phi-3"], 2), (FAMILIES["StarCoder2"], 2)],
     ids=["Qwen2", "Qwen2 with shared KV heads", "Llama with one KV head", "fused", "biases behind row layers"],
 )
-def test_tensor_parallel_adapter_equals_the_whole_adapter(config: Any, num_parts: int) -> None:
+def test_tensor_parallel_adapter_equals_the_full_adapter(config: Any, num_parts: int) -> None:
     for differences in on_ranks(num_parts, in_parts, config(), tp_size=num_parts, limit_s=LIMIT_S):
         assert not isinstance(differences, BaseException), differences
         assert max(differences.values()) <= TOLERANCE, max(differences, key=lambda name: differences[name])
 
 
 def in_other_forms(ranks: Ranks) -> list[float]:
-    """Return how far the gradients of recomputed and compiled layers are from those of the plain ones."""
+    """Return the differences between the gradients of recomputed or compiled layers and those of eager ones."""
     layers.COMPILER = "aot_eager"
     gradients_by_form = []
     forms: Sequence[Callable[[PreTrainedModel], None]] = (lambda _: None, layers.call_again, layers.compile_layers)
@@ -127,14 +127,14 @@ def in_other_forms(ranks: Ranks) -> list[float]:
 
 
 @pytest.mark.slow
-def test_layers_with_one_are_recomputed_and_compiled() -> None:
+def test_layers_with_an_adapter_recompute_and_compile() -> None:
     for away in on_ranks(2, in_other_forms, tp_size=2, limit_s=LIMIT_S):
         assert len(away) == 2 * 28
         assert max(away) <= TOLERANCE
 
 
 def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
-    """Train two steps in float32, whole or in parts."""
+    """Train two steps in float32, in one process or with tensor parallelism."""
     model = base()
     adapter = filled(model, ranks)
     opened = OpenedModel(
@@ -156,7 +156,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
     return {"weights": {name: tensor.clone() for name, tensor in trained.items()}, "figures": figures}
 
 
-def test_two_replicas_of_two_parts_learn_as_one_process() -> None:
+def test_two_replicas_of_two_ranks_train_as_one_process() -> None:
     groups, model = made_by(base(seed=8)), base()
     alone, before = learnt(ALONE, groups), {n: model.get_parameter(n).detach() for n in filled(model).lr_factors()}
     results = on_ranks(4, learnt, groups, tp_size=2, limit_s=LIMIT_S)
@@ -183,7 +183,7 @@ def equal(one: Path, other: Path) -> bool:
 
 
 def saved(ranks: Ranks, folder: Path) -> bool:
-    """Save a new adapter and one with other numbers; return whether parts load what the whole one has saved."""
+    """Save a new adapter and one with different values; return whether ranks load what a full adapter saved."""
     model = base()
     adapter = put_in(model, ranks)
     for name in ("new", "filled"):
@@ -200,7 +200,7 @@ def saved(ranks: Ranks, folder: Path) -> bool:
     return all(torch.equal(here, there) and here.is_contiguous() for here, there in pairs)
 
 
-def test_parts_start_save_and_load_as_one_process(tmp_path: Path) -> None:
+def test_ranks_start_save_and_load_as_one_process(tmp_path: Path) -> None:
     for name, adapter in (("new", put_in(base())), ("filled", filled(base()))):
         (tmp_path / name).mkdir()
         adapter.save(tmp_path / name)
@@ -219,7 +219,7 @@ def spoiled(ranks: Ranks, name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj.lora_A", "mlp.down_proj.lora_B"])
-def test_parts_with_unequal_shared_values_are_not_saved(tmp_path: Path, name: str) -> None:
+def test_ranks_with_unequal_shared_values_do_not_save(tmp_path: Path, name: str) -> None:
     for outcome in on_ranks(2, spoiled, f"model.layers.1.{name}.default.weight", tmp_path, tp_size=2):
         assert isinstance(outcome, RankError), outcome
         assert f"differ in model.layers.1.{name}" in outcome.message
@@ -227,7 +227,7 @@ def test_parts_with_unequal_shared_values_are_not_saved(tmp_path: Path, name: st
 
 
 def shard(part: int) -> Shard:
-    """Return what a rank of a server of two exports, if it is asked for no memory."""
+    """Return the shard of one of a server's two ranks, with handles that are never opened."""
     model = base()
     cuts = vllm_cuts.cuts(model.config, {name: parameter.shape for name, parameter in model.named_parameters()}, 2)[
         part
@@ -247,7 +247,7 @@ def shard(part: int) -> Shard:
     return Shard(rank=part, gpu_uuid=None, ipc_handles={}, param_mappings=views, padding={}, lora_slots=slots)
 
 
-def test_a_saved_adapter_is_checked_against_whole_shapes(tmp_path: Path) -> None:
+def test_saved_adapter_is_checked_against_full_shapes(tmp_path: Path) -> None:
     put_in(base()).save(tmp_path)
     for part in range(2):
         stored_tensors.check_adapter(tmp_path, shard(part))

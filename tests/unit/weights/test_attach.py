@@ -1,4 +1,4 @@
-"""Attaching to a hand-made server: one copy, bit for bit, or a refusal before anything is opened."""
+"""Attaching to a toy server: one copy, bit for bit, or a refusal before any handle is opened."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_the_forward_pass_equals_a_loaded_models_bitwise(server: ToyServer) -> N
     assert not attached.model.training
 
 
-def test_every_parameter_lies_in_the_servers_memory(server: ToyServer) -> None:
+def test_every_parameter_is_in_the_servers_memory(server: ToyServer) -> None:
     attached = attach(server.manifest)
     assert attached.unshared_parameters() == []
     assert attached.weight_bytes() == 0
@@ -91,14 +91,14 @@ def test_a_step_writes_to_the_server_but_not_its_padding(server: ToyServer) -> N
     assert attached.unshared_parameters() == []
 
 
-def test_model_computes_with_the_servers_writes(server: ToyServer) -> None:
+def test_model_sees_the_servers_writes(server: ToyServer) -> None:
     attached = attach(server.manifest)
     before = logits(attached.model)
     server.tensors["model.norm.weight"].fill_(2.0)
     assert not torch.equal(logits(attached.model), before)
 
 
-def test_a_tied_parameter_is_one(llama: ToyServer) -> None:
+def test_tied_weights_share_one_parameter(llama: ToyServer) -> None:
     model: Any = attach(llama.manifest).model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     names = [name for name, _ in model.named_parameters()]
@@ -106,13 +106,13 @@ def test_a_tied_parameter_is_one(llama: ToyServer) -> None:
     assert sorted(names) == list(llama.manifest.param_names)
 
 
-def test_an_untied_head_is_a_parameter_of_its_own(tmp_path: Path) -> None:
+def test_untied_head_is_a_separate_parameter(tmp_path: Path) -> None:
     model: Any = attach(toy_server.serve(tiny.qwen2(), tmp_path / "model").manifest).model
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
 
 
-def test_a_parameter_that_was_replaced_is_named_and_counted(server: ToyServer) -> None:
+def test_replaced_parameter_is_reported_as_unshared(server: ToyServer) -> None:
     attached = attach(server.manifest)
     model: Any = attached.model
     model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
@@ -161,7 +161,7 @@ def test_view_beyond_its_allocation_is_refused(llama: ToyServer) -> None:
     assert last in refused(edited_handle(llama, last, tensor_offset=fits + 1))
 
 
-def test_two_parameters_in_one_place_are_refused(llama: ToyServer) -> None:
+def test_overlapping_parameters_are_refused(llama: ToyServer) -> None:
     offset = llama.manifest.shards[0].ipc_handles[QKV].tensor_offset
     message = refused(edited_handle(llama, "model.layers.0.self_attn.o_proj.weight", tensor_offset=offset + 1))
     assert QKV in message
@@ -195,7 +195,7 @@ def test_an_edited_view_is_refused_before_anything_is_opened(
     refused(edited_view(llama, "model.layers.0.self_attn.k_proj.weight", **changes), UnsupportedModelError)
 
 
-def test_a_model_of_another_shape_is_refused_by_name(llama: ToyServer, tmp_path: Path) -> None:
+def test_model_with_different_shapes_is_refused_by_name(llama: ToyServer, tmp_path: Path) -> None:
     config = tiny.llama()
     config.intermediate_size = 192
     tiny.write(config, tmp_path / "other")
@@ -204,7 +204,7 @@ def test_a_model_of_another_shape_is_refused_by_name(llama: ToyServer, tmp_path:
     assert "192" in message
 
 
-def test_a_model_of_another_family_is_refused(llama: ToyServer, tmp_path: Path) -> None:
+def test_model_of_a_different_family_is_refused(llama: ToyServer, tmp_path: Path) -> None:
     tiny.write(tiny.qwen2(), tmp_path / "other")
     assert "lm_head.weight" in refused(llama.edited(model=str(tmp_path / "other")), UnsupportedModelError)
 
@@ -229,7 +229,7 @@ def test_a_quantized_model_is_refused(llama: ToyServer, tmp_path: Path) -> None:
         {"shared_weights_enabled": False},
     ],
 )
-def test_a_manifest_of_another_kind_of_server_is_refused(llama: ToyServer, changes: dict[str, Any]) -> None:
+def test_manifest_of_an_unsupported_server_is_refused(llama: ToyServer, changes: dict[str, Any]) -> None:
     refused(llama.edited(**changes), ManifestError)
 
 
@@ -237,7 +237,7 @@ def test_invisible_gpu_is_refused(llama: ToyServer) -> None:
     assert "GPU-none" in refused(llama.edited(gpu_uuid="GPU-none"))
 
 
-def test_attaching_twice_is_the_same_memory(llama: ToyServer) -> None:
+def test_attaching_twice_maps_the_same_memory(llama: ToyServer) -> None:
     one, other = attach(llama.manifest), attach(llama.manifest)
     step(one)
     assert torch.equal(logits(one.model), logits(other.model))

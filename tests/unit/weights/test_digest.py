@@ -1,4 +1,4 @@
-"""The digest depends on every bit, on order and on position, but not on strides, chunks or load."""
+"""The digest depends on every bit, on order and on position, but not on strides or chunk sizes."""
 
 import random
 
@@ -49,12 +49,12 @@ def test_two_flipped_signs_do_not_cancel(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_value_and_its_opposite_cannot_change_places(dtype: torch.dtype) -> None:
+def test_swapping_a_value_and_its_negation_changes_the_digest(dtype: torch.dtype) -> None:
     tensor = torch.tensor([1.5, 0.0, -1.5, 4.0], dtype=dtype)
     assert digest(tensor[[2, 1, 0, 3]]) != digest(tensor)
 
 
-def test_every_exchange_of_two_elements_counts() -> None:
+def test_swapping_any_two_elements_changes_the_digest() -> None:
     tensor = torch.arange(64, dtype=torch.bfloat16)
     digests = {digest(tensor)}
     for one in range(64):
@@ -65,12 +65,12 @@ def test_every_exchange_of_two_elements_counts() -> None:
     assert len(digests) == 1 + 64 * 63 // 2
 
 
-def test_the_length_counts_even_of_zeros() -> None:
+def test_digest_of_zeros_depends_on_the_length() -> None:
     assert len({digest(torch.zeros(length)) for length in range(20)}) == 20
 
 
 @pytest.mark.parametrize("words", [1, 3, 8, 24, 25])
-def test_every_place_counts_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+def test_digest_depends_on_position_for_any_chunk_size(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
     monkeypatch.setattr(module, "CHUNK_WORDS", words)
     tensor = sample(torch.bfloat16, 24)
     digests = {digest(tensor)}
@@ -85,19 +85,19 @@ def test_every_place_counts_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatc
     assert len(digests) == 1 + 24 + 24 * 23 // 2
 
 
-def test_a_view_is_worth_its_elements_not_its_strides() -> None:
+def test_digest_of_a_view_ignores_its_strides() -> None:
     whole = sample(torch.bfloat16, 8, 6)
     for view in (whole[2:5], whole[:, 1:3], whole.t(), whole[::2], whole[3, 4]):
         assert digest(view) == digest(view.clone().contiguous())
     assert digest(whole[2:5]) != digest(whole[3:6])
 
 
-def test_a_parameter_is_digested_without_a_graph() -> None:
+def test_digest_does_not_build_an_autograd_graph() -> None:
     parameter = torch.nn.Parameter(sample(torch.float32, 5))
     assert digest(parameter) == digest(parameter.detach())
 
 
-def test_no_two_of_many_random_tensors_agree() -> None:
+def test_random_tensors_have_distinct_digests() -> None:
     random_ = random.Random(0)
     tensors = {tuple(random_.randint(-2, 2) for _ in range(6)) for _ in range(1000)}
     assert len({digest(torch.tensor(values, dtype=torch.bfloat16)) for values in tensors}) == len(tensors)

@@ -1,4 +1,4 @@
-"""The adapter of routed experts: against a plain loop over experts, and what PEFT and vLLM read of what is saved."""
+"""The adapter of routed experts, compared with a simple loop over experts, and how PEFT and vLLM read it once saved."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def base(family: str = "Qwen3-MoE", dtype: torch.dtype = torch.float32) -> PreTr
 
 
 def by_a_loop(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute a layer expert by expert and token by token."""
+    """Compute a layer one expert and one token at a time."""
     rows = []
     for token, hidden_H in enumerate(hidden_TH):
         row = torch.zeros_like(hidden_H)
@@ -49,7 +49,7 @@ def by_a_loop(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Te
 
 
 def layer(num_tokens: int = 12) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]:
-    """Return the experts of a layer with an adapter, and inputs with which one expert gets no token."""
+    """Return a layer's experts with an adapter, and inputs for which one expert gets no token."""
     model = base()
     fill(put_in(model, lora_target_modules=BOTH))
     generator = torch.Generator().manual_seed(1)
@@ -59,7 +59,7 @@ def layer(num_tokens: int = 12) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor
     return model.get_submodule("model.layers.0.mlp.experts"), (hidden, chosen, weights)
 
 
-def test_output_and_gradients_are_those_of_a_loop_over_experts() -> None:
+def test_output_and_gradients_equal_a_loop_over_experts() -> None:
     experts, (hidden, chosen, weights) = layer()
     leaves = [*experts.get_submodule("lora").parameters(), hidden.requires_grad_(), weights.requires_grad_()]
     assert len(leaves) == 2 * len(PROJECTIONS) + 2
@@ -72,7 +72,7 @@ def test_output_and_gradients_are_those_of_a_loop_over_experts() -> None:
         assert (own - other).abs().max() < 1e-5 * other.abs().max()
 
 
-def test_no_tensor_of_the_size_of_the_weights_is_kept() -> None:
+def test_no_weight_sized_tensor_is_kept() -> None:
     experts, inputs = layer()
     addresses = {parameter.data_ptr() for parameter in experts.parameters()}
     kept: list[int] = []
@@ -106,7 +106,7 @@ def test_new_adapter_is_neutral_and_can_be_disabled() -> None:
         ("DeepSeek-V2-Lite", BOTH, 16.0), ("DeepSeek-V3", BOTH, 24.0), ("GLM-4.5", BOTH, 16.0),
     ],
 )  # fmt: skip
-def test_a_saved_adapter_computes_the_same_in_plain_peft(tmp_path: Path, family: str, names: str, alpha: float) -> None:
+def test_saved_adapter_computes_the_same_in_peft(tmp_path: Path, family: str, names: str, alpha: float) -> None:
     model, alone = base(family), base(family)
     without = alone(IDS).logits
     adapter = put_in(model, lora_target_modules=names, lora_alpha=alpha)
@@ -116,7 +116,7 @@ def test_a_saved_adapter_computes_the_same_in_plain_peft(tmp_path: Path, family:
     assert (ours - theirs).abs().max() < 1e-2 * (ours - without).abs().max()
 
 
-def test_every_expert_is_saved_by_itself_as_vllm_reads_it(tmp_path: Path) -> None:
+def test_each_expert_is_saved_separately_as_vllm_expects(tmp_path: Path) -> None:
     adapter = put_in(base(), lora_target_modules="q_proj,experts")
     fill(adapter)
     tensors = load_file(saved(adapter, tmp_path / "adapter") / "adapter_model.safetensors")
@@ -135,17 +135,17 @@ def test_every_expert_is_saved_by_itself_as_vllm_reads_it(tmp_path: Path) -> Non
     assert torch.equal(tensors[f"{third}.lora_B.weight"] * 2, stacked.lora_b[2])
 
 
-def test_a_saved_adapter_is_loaded_to_the_same_bits(tmp_path: Path) -> None:
+def test_saved_adapter_loads_bit_identically(tmp_path: Path) -> None:
     adapter, other = (put_in(base(), lora_target_modules=BOTH) for _ in range(2))
     fill(adapter)
     folder = saved(adapter, tmp_path / "adapter")
     other.load(folder)
     assert equal(values(other), values(adapter))
-    with pytest.raises(UsageError, match="is another adapter"):
+    with pytest.raises(UsageError, match="contains a different adapter"):
         put_in(base(), lora_target_modules="all-linear").check(folder)
 
 
-def test_experts_are_replayed_beneath_an_adapter() -> None:
+def test_router_replay_works_with_an_adapter() -> None:
     model = base()
     adapter = put_in(model, lora_target_modules=BOTH)
     fill(adapter)
@@ -169,12 +169,12 @@ def test_experts_are_replayed_beneath_an_adapter() -> None:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("Qwen3", "qwen3"), ("Mixtral", "mixtral")])
-def test_models_without_such_experts_are_refused(family: str, kind: str) -> None:
+def test_models_without_supported_experts_are_refused(family: str, kind: str) -> None:
     with pytest.raises(UsageError, match=rf"checkpoints of a {kind} model have no experts\.N\.gate_proj"):
         put_in(base(family), lora_target_modules=BOTH)
 
 
-def test_experts_without_weights_beside_others_are_refused() -> None:
+def test_models_with_weightless_experts_are_refused() -> None:
     config = AutoConfig.for_model(
         "longcat_flash", vocab_size=64, hidden_size=32, num_layers=1, num_hidden_layers=2, num_attention_heads=4,
         ffn_hidden_size=32, expert_ffn_hidden_size=16, n_routed_experts=4, zero_expert_num=2, moe_topk=2,

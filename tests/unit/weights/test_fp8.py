@@ -1,4 +1,4 @@
-"""Weights in FP8: the numbers, and the kernels of a GPU in Triton's interpreter."""
+"""FP8 weights: the quantized values, and the GPU kernels in Triton's interpreter."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ from bridge.weights import fp8
 
 HOWS: tuple[Quantization, ...] = ("fp8_per_block", "fp8_per_channel")
 ROUNDING = 2.0**-4
-"""Half of the distance between neighbors in float8_e4m3fn, as a share of the smaller."""
+"""Half the distance between adjacent float8_e4m3fn numbers, relative to the smaller one."""
 SHAPES = [(256, 384), (200, 300), (3, 5), (129, 128)]
 
 
 def random(*shape: int) -> Tensor:
-    """Return weights with rows of very different sizes, one of zeros."""
+    """Return weights whose rows have very different magnitudes, and one row of zeros."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(shape, generator=generator) * torch.logspace(-4, 2, shape[-2])[:, None]
     weights[..., 1, :] = 0
@@ -28,7 +28,7 @@ def random(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_is_within_its_rounding(how: Quantization, shape: tuple[int, int]) -> None:
+def test_fp8_error_is_within_rounding(how: Quantization, shape: tuple[int, int]) -> None:
     weights = random(*shape)
     values, scales = fp8.quantized(weights, how)
     error = (fp8.dequantized(values, scales, how, torch.float32) - weights.float()).abs()
@@ -38,7 +38,7 @@ def test_fp8_is_within_its_rounding(how: Quantization, shape: tuple[int, int]) -
     assert values.float().abs().max() == fp8.LARGEST
 
 
-def test_a_block_has_the_scale_of_its_largest_number() -> None:
+def test_block_scale_comes_from_its_largest_number() -> None:
     weights = torch.zeros(130, 257)
     weights[5, 7], weights[129, 256], weights[0, 200] = 448.0, -4.48, 1e-9
     values, scales = fp8.quantized(weights, "fp8_per_block")
@@ -47,13 +47,13 @@ def test_a_block_has_the_scale_of_its_largest_number() -> None:
     assert (values[5, 7].item(), values[129, 256].item()) == (448.0, -448.0)
 
 
-def test_a_row_has_the_scale_of_its_largest_number() -> None:
+def test_row_scale_comes_from_its_largest_number() -> None:
     values, scales = fp8.quantized(torch.tensor([[4.48, -1.0], [0.0, 0.0]]), "fp8_per_channel")
     torch.testing.assert_close(scales, torch.tensor([[0.01], [fp8.LEAST_SCALE]]))
     torch.testing.assert_close(values.float(), torch.tensor([[448.0, -96.0], [0.0, 0.0]]))
 
 
-def test_experts_are_quantized_each_by_itself() -> None:
+def test_experts_are_quantized_separately() -> None:
     experts = random(3, 256, 130)
     values, scales = fp8.quantized(experts, "fp8_per_block")
     for expert, *both in zip(experts, values, scales, strict=True):
@@ -100,7 +100,7 @@ for shape in SHAPES:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton is installed")
-def test_the_kernels_compute_the_same() -> None:
+def test_triton_kernels_match_the_cpu_quantization() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, check=False, env=environment

@@ -1,4 +1,4 @@
-"""Copies add up to one view or are refused; correct layouts pass, and every single mistake in one is reported."""
+"""Copies join into one view or are refused; correct layouts pass, and any single mistake in one is reported."""
 
 import math
 import random
@@ -45,7 +45,7 @@ class Layout:
 
 
 def random_layout(random_: random.Random) -> Layout:
-    """Fuse, pad and tie as servers do: parts are runs of rows, padding is at the end, tied weights exist once."""
+    """Fuse, pad and tie as servers do: parts are runs of rows, padding is at the end, tied weights are stored once."""
     layout = Layout()
     for index in range(random_.randint(1, 4)):
         rest = tuple(random_.randint(1, 5) for _ in range(random_.randint(0, 2)))
@@ -64,7 +64,7 @@ def random_layout(random_: random.Random) -> Layout:
 
 
 def mutations(layout: Layout, random_: random.Random) -> dict[str, Layout]:
-    """Every kind of single mistake, at a random place."""
+    """Return every kind of single mistake, each at a random position."""
     name = random_.choice(sorted(layout.views))
     view = layout.views[name]
     server = view.parameter
@@ -115,7 +115,7 @@ def mutations(layout: Layout, random_: random.Random) -> dict[str, Layout]:
     return cases
 
 
-def test_right_layouts_pass_and_every_single_mistake_is_refused() -> None:
+def test_correct_layouts_pass_and_single_mistakes_are_refused() -> None:
     random_, num_cases = random.Random(0), 0
     for _ in range(NUM_LAYOUTS):
         layout = random_layout(random_)
@@ -126,13 +126,13 @@ def test_right_layouts_pass_and_every_single_mistake_is_refused() -> None:
     assert num_cases > 2000
 
 
-def test_a_padding_that_reaches_into_the_neighbor_is_refused() -> None:
+def test_padding_that_overlaps_a_neighbor_is_refused() -> None:
     """A negative padding would let a view extend past its parameter into other memory."""
     layout = Layout({"embed": (4, 2)}, {"embed": (3, 2)}, {"embed": rows("embed", (4, 2), 0, 4)}, {"embed": -2})
     assert "embed" in layout.refused()
 
 
-def test_a_nested_view_is_an_overlap() -> None:
+def test_nested_view_is_reported_as_an_overlap() -> None:
     layout = Layout(
         {"outer": (10,), "inner": (2,)},
         {"w": (10,)},
@@ -141,7 +141,7 @@ def test_a_nested_view_is_an_overlap() -> None:
     assert "overlap" in layout.refused()
 
 
-def test_a_gap_at_the_start_between_and_at_the_end_is_named() -> None:
+def test_gaps_are_reported_wherever_they_are() -> None:
     model: dict[str, Shape] = {"a": (2,), "b": (2,)}
     for starts, words in {(1, 3): "its start and a", (0, 3): "a and b", (0, 2): "b and its end"}.items():
         views = {name: rows("w", (6,), start, 2) for name, start in zip("ab", starts, strict=True)}
@@ -150,7 +150,7 @@ def test_a_gap_at_the_start_between_and_at_the_end_is_named() -> None:
         assert words in message
 
 
-def test_three_faults_are_named_and_the_rest_counted() -> None:
+def test_three_faults_are_named_and_the_others_counted() -> None:
     model: dict[str, Shape] = dict.fromkeys("abcde", (1,))
     assert "and 2 more" in Layout(model).refused()
 
@@ -172,30 +172,30 @@ def meta(*shape: int) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-def test_a_whole_parameter_is_a_view() -> None:
+def test_full_parameter_is_one_view() -> None:
     assert join("p", (4, 6), [part(meta(4, 6), meta(10, 6)[3:7])]) == View(
         parameter="w", offset=18, shape=(4, 6), stride=(6, 1)
     )
 
 
-def test_parts_that_follow_each_other_are_one_view() -> None:
+def test_consecutive_parts_join_into_one_view() -> None:
     own, whole = meta(9, 6), meta(9, 6)
     parts = [part(own[rows], whole[rows]) for rows in (slice(4, 9), slice(0, 3), slice(3, 4))]
     assert join("p", (9, 6), parts) == View(parameter="w", offset=0, shape=(9, 6), stride=(6, 1))
 
 
-def test_stacked_experts_are_one_view() -> None:
+def test_stacked_experts_join_into_one_view() -> None:
     own, stacked = meta(5, 8, 6), meta(5, 8, 6)
     parts = [part(own[e, half], stacked[e, half]) for e in range(5) for half in (slice(0, 4), slice(4, 8))]
     assert join("p", (5, 8, 6), parts) == View(parameter="w", offset=0, shape=(5, 8, 6), stride=(48, 6, 1))
 
 
-def test_one_ranks_block_is_a_view_of_its_own_shape() -> None:
+def test_one_ranks_block_is_a_view_with_its_own_shape() -> None:
     assert join("p", (8, 6), [part(meta(8, 6)[2:4], meta(2, 6))]).shape == (2, 6)
     assert join("p", (8, 6), [part(meta(8, 6)[:, 3:], meta(8, 3))]).shape == (8, 3)
 
 
-def test_a_transpose_is_a_view_with_the_strides_of_one() -> None:
+def test_transpose_is_a_view_with_transposed_strides() -> None:
     assert join("p", (4, 6), [part(meta(4, 6).t(), meta(6, 4))]).stride == (1, 4)
 
 
@@ -212,13 +212,13 @@ OWN, WHOLE = meta(6, 4), meta(12, 4)
     [
         ([], "none of its parameters"),
         ([part(OWN, WHOLE[:6]), part(OWN, WHOLE[:6], "other")], "other and w"),
-        ([part(OWN[:3], WHOLE[:3]), part(OWN[4:], WHOLE[4:6])], "no one stride"),
-        ([part(OWN[:3, :2], WHOLE[:3, :2]), part(OWN[3:, 2:], WHOLE[3:6, 2:])], "leaves others out"),
-        ([part(OWN[:3], WHOLE[3:6]), part(OWN[3:], WHOLE[:3])], "no one stride"),
-        ([part(OWN[:3], WHOLE[:3]), part(OWN[3:], WHOLE[4:7])], "no one stride"),
-        ([part(OWN[0::2], WHOLE[:3]), part(OWN[1::2], WHOLE[3:6])], "no block"),
-        ([part(OWN.view(-1), WHOLE.view(-1)[:24])], "no block"),
-        ([part(OWN[:1].expand(6, 4), WHOLE[:6])], "no block"),
+        ([part(OWN[:3], WHOLE[:3]), part(OWN[4:], WHOLE[4:6])], "no single stride"),
+        ([part(OWN[:3, :2], WHOLE[:3, :2]), part(OWN[3:, 2:], WHOLE[3:6, 2:])], "only some of its elements"),
+        ([part(OWN[:3], WHOLE[3:6]), part(OWN[3:], WHOLE[:3])], "no single stride"),
+        ([part(OWN[:3], WHOLE[:3]), part(OWN[3:], WHOLE[4:7])], "no single stride"),
+        ([part(OWN[0::2], WHOLE[:3]), part(OWN[1::2], WHOLE[3:6])], "is not a block"),
+        ([part(OWN.view(-1), WHOLE.view(-1)[:24])], "is not a block"),
+        ([part(OWN[:1].expand(6, 4), WHOLE[:6])], "is not a block"),
         ([part(OWN[:3], WHOLE[:3]), part(OWN[3:, :2], WHOLE[3:6, :2]), part(OWN[3:, 2:], WHOLE[6:9, :2])], "stride"),
     ],
 )
@@ -241,7 +241,7 @@ NUM_CUTS = 300
 
 
 def cut_into(random_: random.Random, num_parts: int) -> tuple[Shape, list[Cut]]:
-    """Cut a parameter as vLLM does: several fused blocks, each dealt out evenly, or shared by neighbors, or whole."""
+    """Split a parameter as vLLM does: fused blocks, each split evenly, shared by adjacent ranks, or replicated."""
     rest = tuple(random_.randint(1, 4) for _ in range(random_.randint(0, 2)))
     axis = random_.randint(0, len(rest))
     runs_of_parts: list[list[tuple[int, int]]] = [[] for _ in range(num_parts)]
@@ -258,7 +258,7 @@ def cut_into(random_: random.Random, num_parts: int) -> tuple[Shape, list[Cut]]:
 
 
 def views_of(cuts: list[Cut]) -> list[dict[str, View]]:
-    """Return the view that each rank's copies add up to."""
+    """Return the view that each rank's copies join into."""
     views = []
     for cut in cuts:
         own, served, copies = meta(*cut.shape), meta(*cut.part_shape), []
@@ -271,7 +271,7 @@ def views_of(cuts: list[Cut]) -> list[dict[str, View]]:
     return views
 
 
-def test_parts_make_up_their_parameter_and_come_back_from_it() -> None:
+def test_parts_reassemble_into_their_parameter() -> None:
     random_ = random.Random(0)
     for _ in range(NUM_CUTS):
         shape, cuts = cut_into(random_, random_.choice([2, 3, 4]))
@@ -293,14 +293,14 @@ def whole_and(*runs: tuple[tuple[int, int], ...], columns: tuple[tuple[int, int]
 @pytest.mark.parametrize(
     ("cuts", "words"),
     [
-        (whole_and(((0, 4),), ((5, 3),)), "leave out index 4 of its axis 0"),
-        (whole_and(((0, 4),), ((4, 3),)), "leave out index 7 of its axis 0"),
+        (whole_and(((0, 4),), ((5, 3),)), "holds index 4 of axis 0"),
+        (whole_and(((0, 4),), ((4, 3),)), "holds index 7 of axis 0"),
         (whole_and(((0, 4),), ((4, 4),), columns=((0, 2),)), "several axes"),
         (
             [*whole_and(((0, 8),), columns=((0, 2),)), *whole_and(((0, 8),), columns=((0, 2),))],
-            "same indices of its axis 1",
+            "same indices of axis 1",
         ),
-        ([Cut.whole((8, 4)), Cut.whole((4, 8))], "different shapes"),
+        ([Cut.whole((8, 4)), Cut.whole((4, 8))], "full shape differs"),
     ],
 )
 def test_parts_with_missing_elements_are_refused(cuts: list[Cut], words: str) -> None:
@@ -312,9 +312,9 @@ def test_parts_with_missing_elements_are_refused(cuts: list[Cut], words: str) ->
     assert ": p: " in caught.value.message
 
 
-def test_a_parameter_on_some_ranks_only_is_refused() -> None:
+def test_parameter_on_only_some_ranks_is_refused() -> None:
     view = View(parameter="w", offset=0, shape=(4,), stride=(1,))
-    with pytest.raises(UnsupportedModelError, match="p: on some of vLLM's ranks only"):
+    with pytest.raises(UnsupportedModelError, match="p: only on some of vLLM's ranks"):
         check_parts([{"p": view}, {}])
 
 
@@ -331,7 +331,7 @@ def values(server: Server, first: int) -> dict[str, Tensor]:
 
 
 def laid_out(server: Server) -> dict[str, View] | None:
-    """Return the layout as a server and a trainer find and check it; None if they refuse it."""
+    """Return the layout that server and trainer derive and check; None if they refuse it."""
     model = server.model()
     try:
         views = loading.views(model, skeleton(server.shapes, torch.float32))
@@ -344,7 +344,7 @@ def laid_out(server: Server) -> dict[str, View] | None:
 
 
 def check(server: Server, views: dict[str, View]) -> None:
-    """Check that writing through the trainer's views gives, byte for byte, what the server would have loaded."""
+    """Check that writing through the trainer's views stores exactly the bytes that the server would have loaded."""
     served, expected = server.model(), server.model()
     served.load_weights(values(server, 1000).items())
     held = dict(served.named_parameters())
@@ -362,7 +362,7 @@ def check(server: Server, views: dict[str, View]) -> None:
 
 
 @pytest.mark.parametrize("part", range(NUM_TESTS))
-def test_random_layouts_are_right_or_refused(part: int) -> None:
+def test_random_layouts_are_correct_or_refused(part: int) -> None:
     num_accepted = num_refused = 0
     for case in range(part, NUM_CASES, NUM_TESTS):
         server = random_server.make(random.Random(case))
@@ -378,6 +378,6 @@ def test_random_layouts_are_right_or_refused(part: int) -> None:
 
 
 @pytest.mark.parametrize("odd", random_server.ODD, ids=lambda odd: odd.__name__)
-def test_each_oddity_alone_is_refused(odd: random_server.Load) -> None:
+def test_each_single_oddity_is_refused(odd: random_server.Load) -> None:
     load = ("v", (slice(0, 4),), (), odd)
     assert laid_out(Server(shapes={"h": (4, 4)}, held={"v": (4, 4)}, loads={"h": [load]})) is None

@@ -1,4 +1,4 @@
-"""What lies beside the weights of a saved model: the source's configuration and files, whatever others wrote there."""
+"""The files next to the weights of a saved model: the source's configuration and other files, whatever they contain."""
 
 import json
 import os
@@ -24,7 +24,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     "scaling": {"rope_theta": 500_000.0, "rope_scaling": LLAMA3},
     "no base": {},
 }
-"""RoPE as transformers 4 writes it."""
+"""RoPE settings in the format of transformers 4."""
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "no padding token": ("config.json", {"pad_token_id": -1}),
     "a temperature": ("config.json", {"temperature": 0.6, "top_p": 0.9}),
@@ -37,7 +37,7 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "beams": ("generation_config.json", {"num_beams": 1, "length_penalty": 0.8, "early_stopping": True}),
     "a negative temperature": ("generation_config.json", {"temperature": -1.0, "do_sample": True}),
 }
-"""What published models hold, and `save_pretrained` of transformers refuses, or refused in some version."""
+"""Values that published models contain, but that transformers' `save_pretrained` refuses, or once refused."""
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def in_memory(source: Path, *, is_attached: bool) -> Any:
 
 @pytest.mark.parametrize("is_attached", [True, False])
 @pytest.mark.parametrize("case", ODD)
-def test_odd_lines_of_others_are_saved(case: str, is_attached: bool, source: Path, out: Path) -> None:
+def test_unusual_configuration_values_are_saved(case: str, is_attached: bool, source: Path, out: Path) -> None:
     name, lines = ODD[case]
     change(source, name, **lines)
     assert model_folder.save(in_memory(source, is_attached=is_attached), source, out) == []
@@ -82,7 +82,7 @@ def test_odd_lines_of_others_are_saved(case: str, is_attached: bool, source: Pat
 
 
 @pytest.mark.parametrize("case", EARLIER)
-def test_the_form_of_transformers_4_is_kept(case: str, source: Path, out: Path) -> None:
+def test_transformers_4_format_is_kept(case: str, source: Path, out: Path) -> None:
     held = change(source, without=("rope_parameters", "dtype"), torch_dtype="bfloat16", **EARLIER[case])
     model_folder.save(loaded.from_pretrained(str(source), torch.bfloat16), source, out)
     assert config_of(out) == held | {"dtype": "bfloat16"}
@@ -97,7 +97,7 @@ def test_rope_of_transformers_5_is_written_in_both_forms(family: str, tmp_path: 
     (out / "config.json").write_text(json.dumps(written))
     read, whole = AutoConfig.from_pretrained(out).get_text_config(), written.get("text_config", written)
     parameters = config.get_text_config().rope_parameters
-    if family == "Gemma 4 (text)":  # transformers 4 does not have it, and its two forms would contradict each other
+    if family == "Gemma 4 (text)":  # unknown to transformers 4, and its two forms would contradict each other
         assert "rope_theta" not in whole
         assert read.rope_parameters == parameters
         return
@@ -114,7 +114,7 @@ def test_rope_of_transformers_5_is_written_in_both_forms(family: str, tmp_path: 
     assert compared == parameters
 
 
-def test_renamed_numbers_of_experts_have_both_names(tmp_path: Path) -> None:
+def test_renamed_expert_counts_have_both_names(tmp_path: Path) -> None:
     source = tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / "source")
     config = AutoConfig.from_pretrained(source)
     written = model_files.document(config, source, architecture=config.architectures[0], dtype="bfloat16")
@@ -142,7 +142,7 @@ def test_changed_rope_replaces_both_forms(source: Path) -> None:
     assert (written["rope_theta"], written["rope_scaling"]) == (7_000.0, {"rope_type": "linear", "factor": 2.0})
 
 
-def test_every_other_file_is_copied_or_named(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_are_copied_or_reported(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_files, "MAX_BYTES", 100_000)
     model = loaded.from_pretrained(str(source), torch.bfloat16)
     copied = {
@@ -174,12 +174,12 @@ def test_every_other_file_is_copied_or_named(source: Path, out: Path, monkeypatc
     assert not any(name in note for name in weights)
 
 
-def test_a_tokenizer_of_mistral_alone_is_enough(tmp_path: Path) -> None:
+def test_mistral_tokenizer_file_is_sufficient(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     assert [*model_files.source_files(tmp_path).paths] == ["tekken.json"]
 
 
-def test_a_file_that_cannot_be_read_is_refused_at_the_start(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_refused_at_the_start(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Path.open
 
     def refusing(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -188,12 +188,12 @@ def test_a_file_that_cannot_be_read_is_refused_at_the_start(source: Path, monkey
         return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refusing)
-    with pytest.raises(UsageError, match=r"tokenizer\.json cannot be read, and every checkpoint holds it: Permission"):
+    with pytest.raises(UsageError, match=r"tokenizer\.json cannot be read, but every checkpoint needs it: Permission"):
         model_files.source_files(source)
 
 
 @pytest.mark.parametrize("has_all_code", [True, False])
-def test_auto_map_is_kept_with_its_code_alone(has_all_code: bool, source: Path, out: Path) -> None:
+def test_auto_map_is_kept_only_with_its_code(has_all_code: bool, source: Path, out: Path) -> None:
     change(
         source,
         auto_map={"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
@@ -207,13 +207,13 @@ def test_auto_map_is_kept_with_its_code_alone(has_all_code: bool, source: Path, 
     assert written["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_auto_map_into_another_repository_is_kept(source: Path, out: Path) -> None:
+def test_auto_map_to_a_different_repository_is_kept(source: Path, out: Path) -> None:
     change(source, auto_map={"AutoModelForCausalLM": "someone/code--modeling_own.OwnForCausalLM"})
     model_folder.save(loaded.from_pretrained(str(source), torch.bfloat16), source, out)
     assert "auto_map" in config_of(out)
 
 
-def test_weights_are_saved_though_the_source_has_vanished(source: Path, out: Path) -> None:
+def test_weights_are_saved_if_the_source_is_deleted(source: Path, out: Path) -> None:
     model = loaded.from_pretrained(str(source), torch.bfloat16)
     for path in source.iterdir():
         path.unlink()
@@ -224,22 +224,20 @@ def test_weights_are_saved_though_the_source_has_vanished(source: Path, out: Pat
         assert torch.equal(again.state_dict()[name], tensor)
 
 
-def test_weights_are_saved_though_a_configuration_is_odd(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_saved_if_the_configuration_fails(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded.from_pretrained(str(source), torch.bfloat16)
 
     def refuse(_: object) -> None:
         raise ValueError("an invalid value\nin a second line")
 
     monkeypatch.setattr(LlamaConfig, "to_dict", refuse)
-    assert model_folder.save(model, source, out) == ["what has changed in config.json (an invalid value)"]
+    assert model_folder.save(model, source, out) == ["the changes to config.json (an invalid value)"]
     monkeypatch.undo()
     assert config_of(out) == config_of(source)
     model_folder.check(model, out)
 
 
-def test_a_file_that_vanishes_is_named(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_file_is_reported_as_missing(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = model_files.source_files(source)
     (source / "tokenizer_config.json").unlink()
     (missing,) = model_files.copy(files, out)
@@ -260,7 +258,7 @@ def test_an_unreachable_hub_name_is_refused(at_start: bool, monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(UsageError, match="someone/model has no tokenizer files"):
         model_files.source_files("someone/model", download=at_start)
-    first = [("someone/model", False)] if at_start else []  # the cache may hold a part of it
+    first = [("someone/model", False)] if at_start else []  # the cache may hold part of the model
     assert calls == [*first, ("someone/model", True), ("someone/model", False)]
 
 

@@ -1,4 +1,4 @@
-"""Models made of views: saved right, small and loadable; loaded in place, or refused with nothing touched."""
+"""Models made of views: saved correctly and compactly; loaded in place, or refused without changing anything."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def shared_model(*, tied: bool, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """Make a grouped-query Llama whose parameters are views into one storage, laid out as by an inference engine."""
+    """Create a grouped-query Llama whose parameters are views into one storage, laid out as in an inference engine."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -88,7 +88,7 @@ def pointers(model: LlamaForCausalLM) -> list[int]:
 
 
 def whole_storage(model: LlamaForCausalLM) -> bytes:
-    """The model's whole memory, including the gaps between its parameters."""
+    """All of the model's memory, including the gaps between its parameters."""
     storage: torch.UntypedStorage = next(model.parameters()).untyped_storage()
     return bytes(storage.tolist())
 
@@ -99,14 +99,14 @@ def check_equal(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 
 def with_a_head(folder: Path, *, differs: bool) -> None:
-    """Store the head of a tied model, too, as FSDP, DeepSpeed and merges of adapters do."""
+    """Also store the head of a tied model, as FSDP, DeepSpeed and adapter merging do."""
     tensors = load_file(folder / SINGLE_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["lm_head.weight"][7] += 1 if differs else 0
     save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
 
 
-def test_tied_model_with_an_equal_head_in_its_files_loads(source: Path, out: Path) -> None:
+def test_tied_model_with_an_equal_stored_head_loads(source: Path, out: Path) -> None:
     save(shared_model(tied=True), str(source), out)
     with_a_head(out, differs=False)
     model = shared_model(tied=True, seed=1)
@@ -119,7 +119,7 @@ def test_tied_model_with_an_equal_head_in_its_files_loads(source: Path, out: Pat
     start_checks.check_model(str(out))
 
 
-def test_tied_model_with_another_head_in_its_files_is_refused(source: Path, out: Path) -> None:
+def test_tied_model_with_a_different_stored_head_is_refused(source: Path, out: Path) -> None:
     save(shared_model(tied=True), str(source), out)
     with_a_head(out, differs=True)
     model = shared_model(tied=True, seed=1)
@@ -204,7 +204,7 @@ def test_weight_files_equal_those_of_transformers(family: str, source: Path, out
     saved, expected = (AutoConfig.from_pretrained(folder).to_dict() for folder in (out, theirs))
     differing = {name for name in saved | expected if saved.get(name) != expected.get(name)}
     assert differing <= {"_name_or_path", "partial_rotary_factor", "rope_parameters"}
-    if "rope_parameters" in differing:  # Phi-3 of transformers 4 asks for `type`
+    if "rope_parameters" in differing:  # Phi-3 in transformers 4 requires `type`
         assert saved["rope_parameters"] == expected["rope_parameters"] | {"type": "longrope"}
 
 
@@ -227,7 +227,7 @@ def test_loading_in_place_is_bitwise_and_keeps_other_bytes(
     assert all(parameter.requires_grad and parameter.grad_fn is None for parameter in parameters)
 
 
-def test_a_tied_head_is_taken_under_either_name_or_both(source: Path, out: Path) -> None:
+def test_tied_head_loads_under_either_name_or_both(source: Path, out: Path) -> None:
     saved = shared_model(tied=True)
     save(saved, source, out)
     weights = load_file(out / SINGLE_NAME)
@@ -249,12 +249,12 @@ def test_buffers_are_skipped_and_unknown_names_refused(source: Path, out: Path) 
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     check_equal(saved, model)
     save_file(weights | {"model.rotary_emb.inv_frequency": torch.zeros(1)}, out / SINGLE_NAME)
-    with pytest.raises(UsageError, match=r"inv_frequency is F32 \(1,\), expected none of that name"):
+    with pytest.raises(UsageError, match=r"inv_frequency is F32 \(1,\), expected no such tensor"):
         check(model, out)
 
 
 def with_a_bias(config: PretrainedConfig, *, is_attached: bool) -> PreTrainedModel:
-    """Make a model with a router whose bias is a buffer, or a parameter as in an attached one."""
+    """Create a model with a router whose bias is a buffer, or a parameter as in an attached model."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, bias in stored_buffers(model).items():
         bias.uniform_()
@@ -264,7 +264,7 @@ def with_a_bias(config: PretrainedConfig, *, is_attached: bool) -> PreTrainedMod
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
-def test_buffer_of_the_files_is_saved_and_loaded(is_attached: bool, source: Path, out: Path) -> None:
+def test_stored_buffer_is_saved_and_loaded(is_attached: bool, source: Path, out: Path) -> None:
     config = minimax_m2()
     saved, model = (with_a_bias(config, is_attached=is_attached) for _ in range(2))
     save(saved, source, out)
@@ -281,13 +281,13 @@ MISFITS: dict[str, tuple[Edit, str]] = {
     "a shape": (lambda w: w.update({NORM: torch.ones(31).bfloat16()}), r"is BF16 \(31,\), expected BF16 \(32,\)"),
     "a dtype": (lambda w: w.update({NORM: torch.ones(32)}), r"is F32 \(32,\), expected BF16 \(32,\)"),
     "a name too few": (lambda w: w.pop(NORM), rf"{NORM} is absent, expected BF16 \(32,\)"),
-    "a name too many": (lambda w: w.update({"x": torch.ones(2)}), r"x is F32 \(2,\), expected none of that name"),
+    "a name too many": (lambda w: w.update({"x": torch.ones(2)}), r"x is F32 \(2,\), expected no such tensor"),
     "everything": (lambda w: w.clear(), r"is absent.*; .*is absent.*; .*is absent.*; and 17 more"),
 }
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_a_misfit_is_named_before_the_first_byte_is_written(case: str, source: Path, out: Path) -> None:
+def test_mismatch_is_reported_before_any_write(case: str, source: Path, out: Path) -> None:
     edit, message = MISFITS[case]
     saved, model = shared_model(tied=True), shared_model(tied=True, seed=1)
     save(saved, source, out)
@@ -326,7 +326,7 @@ def test_an_unreadable_shard_is_named_before_any_write(
 def test_invalid_index_is_refused(text: str, source: Path, out: Path) -> None:
     save(shared_model(tied=True), source, out)
     (out / INDEX_NAME).write_text(text)
-    with pytest.raises(UsageError, match="is not an index of weights"):
+    with pytest.raises(UsageError, match="is not a valid weight index"):
         check(shared_model(tied=True), out)
 
 
@@ -336,7 +336,7 @@ def test_a_folder_without_weights_is_refused(out: Path) -> None:
 
 
 def test_files_ignored_by_transformers_are_ignored(source: Path, out: Path) -> None:
-    """As the layers for multi-token prediction that Qwen3.5 and Qwen3-Next are published with."""
+    """For example, the multi-token prediction layers with which Qwen3.5 and Qwen3-Next are published."""
     model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3.5 (text)"]()).to(torch.bfloat16)
     save(model, source, out)
     tensors = load_file(out / SINGLE_NAME)
@@ -350,8 +350,8 @@ def test_files_ignored_by_transformers_are_ignored(source: Path, out: Path) -> N
         check(model, out)
 
 
-def test_experts_are_saved_apart_and_loaded_together(source: Path, out: Path) -> None:
-    """In memory the experts of a layer are one parameter; files store them one by one."""
+def test_experts_are_saved_separately_and_loaded_stacked(source: Path, out: Path) -> None:
+    """In memory, the experts of a layer are one parameter; files store them separately."""
     config = MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=3, dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""A run in parts is saved as one process saves it, and resumes: in as many parts to the bit, and in any other number.
+"""A tensor-parallel run saves the same as one process, and resumes: bit-exact with as many ranks, or with any number.
 
 Not covered: a real server (`tests/cpu/test_tensor_parallel.py`).
 """
@@ -35,7 +35,7 @@ LIMIT_S = 240.0
 
 
 def into_parts(mode: FakeMode, ranks: Ranks) -> None:
-    """Let a mode open, save and restore this rank's part."""
+    """Make a mode open, save and restore only this rank's part."""
 
     def opened() -> OpenedModel:
         whole = FakeMode.open(mode)
@@ -62,7 +62,7 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
 
 
 def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
-    """Let a mode train an adapter beside this rank's part of the weights, or beside all of them."""
+    """Make a mode train an adapter on this rank's part of the weights, or on all of them."""
 
     def opened() -> OpenedModel:
         base = FakeMode.open(mode)
@@ -87,9 +87,9 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
 
 
 def ran(ranks: Ranks, folder: Path, name: str, steps: int, adapts: bool, choices: dict[str, Any]) -> Summary:
-    """Train up to step `steps`, from the newest checkpoint in `saved` if there is one; its folder names the run."""
+    """Train up to step `steps`, from the newest checkpoint in `saved` if there is one; `saved` names the run."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
-        patched.setattr(tiny, "write", lambda *_: None)  # there is one already
+        patched.setattr(tiny, "write", lambda *_: None)  # the model already exists
         fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
         if adapts:
             with_adapter(fake.mode, ranks)
@@ -106,13 +106,13 @@ def ran(ranks: Ranks, folder: Path, name: str, steps: int, adapts: bool, choices
 
 
 def content(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint, the optimizer's state included."""
+    """Return every tensor of a checkpoint, including the optimizer's state."""
     files = sorted(folder.rglob("*.safetensors"))
     return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def equal(one: Path, other: Path) -> Sequence[str]:
-    """Return the tensors in which two checkpoints differ."""
+    """Return the names of the tensors in which two checkpoints differ."""
     ours, theirs = content(one), content(other)
     assert ours.keys() == theirs.keys()
     return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
@@ -128,7 +128,7 @@ def equal(one: Path, other: Path) -> Sequence[str]:
     ],
     ids=["adamw", "adamw-8bit", "offloaded, two replicas", "an adapter"],
 )
-def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(
+def test_run_resumes_with_the_same_or_another_rank_count(
     tmp_path: Path, size: int, adapts: bool, choices: dict[str, Any]
 ) -> None:
     for rank in range(size):
@@ -142,7 +142,7 @@ def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(
     in_parts("whole", 3)
     shutil.copytree(tmp_path / "whole" / "step_2", tmp_path / "again" / "step_2")
     in_parts("again", 3)
-    if "optimizer" not in choices:  # codes are coded anew
+    if "optimizer" not in choices:  # quantized states are encoded again
         assert equal(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3") == []
     ran(ALONE, tmp_path, "again", 4, adapts, choices)
     in_parts("again", 5)

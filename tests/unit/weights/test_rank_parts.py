@@ -1,4 +1,4 @@
-"""Parts: ranks know their replica and their peers, and what parts hold is stepped, saved and loaded as one process's.
+"""Tensor-parallel parts: the groups of ranks, and steps, saving and loading with the same results as one process.
 
 Not covered: what parts compute (`tests/unit/passes/test_parallel.py`), and a real server
 (`tests/cpu/test_tensor_parallel.py`).
@@ -41,7 +41,7 @@ LIMIT_S = 240.0
 
 @pytest.fixture(autouse=True)
 def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tiny models be stepped in several slabs and pieces, and gathered in several chunks."""
+    """Make tiny models use several slabs and pieces per step, and several chunks per gather."""
     monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", 9000)
     monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", 4000)
     monkeypatch.setattr(parts_, "CHUNK", 3000)
@@ -64,7 +64,7 @@ def mesh(ranks: Ranks) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_ranks_of_two_replicas_know_their_parts_and_their_peers() -> None:
+def test_ranks_of_two_replicas_have_the_right_groups() -> None:
     for rank, report in enumerate(on_ranks(4, mesh, tp_size=2)):
         replica, part = divmod(rank, 2)
         assert report["place"] == (replica, part, 2, rank == 0, part == 0)
@@ -84,7 +84,7 @@ def one_replica(ranks: Ranks) -> tuple[list[int], list[int], bool]:
     )
 
 
-def test_parts_of_one_replica_have_no_peers() -> None:
+def test_ranks_of_one_replica_have_no_dp_peers() -> None:
     assert on_ranks(2, one_replica, tp_size=2) == [([0, 1], [0], True), ([0, 1], [1], True)]
 
 
@@ -96,7 +96,7 @@ def fails_within(ranks: Ranks) -> None:
     ranks.run_on_all(lambda: ranks.tp_group.run_on_all(act))
 
 
-def test_error_of_one_replica_is_raised_by_all() -> None:
+def test_error_in_one_replica_is_raised_on_all_ranks() -> None:
     for error in on_ranks(4, fails_within, tp_size=2):
         assert isinstance(error, UsageError)
         assert error.message == "the disk is full"
@@ -109,7 +109,7 @@ def breaks_off(ranks: Ranks) -> None:
         ranks.tp_group.all_gather(torch.zeros(1))
 
 
-def test_a_part_out_of_memory_ends_its_replica() -> None:
+def test_rank_out_of_memory_stops_its_replica() -> None:
     first, second = on_ranks(2, breaks_off, tp_size=2)
     assert isinstance(second, RankError)
     assert "rank 1 of 2 is out of memory" in second.message
@@ -117,7 +117,7 @@ def test_a_part_out_of_memory_ends_its_replica() -> None:
     assert isinstance(first, RankError)
 
 
-def test_elements_counted_elsewhere_are_zero_in_a_copy() -> None:
+def test_elements_counted_elsewhere_are_zeroed_in_a_copy() -> None:
     gradient = torch.ones(3, 4)
     assert counted(gradient, [range(2, 6), range(11, 12)]).view(-1).tolist() == [1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
     assert counted(gradient[1:], [range(2, 6)], 4).view(-1).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
@@ -138,7 +138,7 @@ def cuts_of(model: PreTrainedModel) -> Sequence[Mapping[str, Cut]]:
 
 
 def in_parts(ranks: Ranks, config: PretrainedConfig) -> tuple[PreTrainedModel, Parts]:
-    """Make the part of this rank; its weights lie somewhere inside a storage, as a server's do."""
+    """Create this rank's part, whose weights are at an offset inside a storage, like a server's."""
     model = whole_model(config)
     parts = Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
     for name, parameter in model.named_parameters():
@@ -153,7 +153,7 @@ def gradients_of(model: PreTrainedModel, replica: int, step: int) -> dict[str, T
 
 
 def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
-    """Step one part of a replica, or the whole with the gradients of all replicas added up."""
+    """Step one rank's part, or the full model with the summed gradients of all replicas."""
     config = tiny.llama()
     whole, (model, parts) = (
         whole_model(config),
@@ -202,7 +202,7 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", ["adamw", OFFLOADED])
-def test_parts_are_stepped_as_the_whole_is_to_the_bit(kind: str, num_replicas: int) -> None:
+def test_steps_on_parts_equal_full_steps_bitwise(kind: str, num_replicas: int) -> None:
     whole = stepped(ALONE, kind, num_replicas)
     for mine in on_ranks(NUM_PARTS * num_replicas, stepped, kind, num_replicas, tp_size=NUM_PARTS):
         assert not isinstance(mine, BaseException), mine
@@ -224,7 +224,7 @@ def test_shared_elements_stay_equal_under_random_rounding(kind: str) -> None:
 
 
 def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Train two steps in float32, whole or in parts."""
+    """Train two steps in float32, in one process or with tensor parallelism."""
     model = base()
     parts = None if ranks.world_size == 1 else Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
     for name, parameter in model.named_parameters() if parts is not None else ():
@@ -246,7 +246,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) ->
 
 
 @pytest.mark.parametrize("choices", [{}, {"top_entropy": 0.3}], ids=["all tokens", "top entropy"])
-def test_two_replicas_of_two_parts_learn_as_one_process(choices: dict[str, Any]) -> None:
+def test_two_replicas_of_two_ranks_train_as_one_process(choices: dict[str, Any]) -> None:
     groups = made_by(base(seed=8))
     alone, before = learnt(ALONE, groups, choices), dict(base().named_parameters())
     results = on_ranks(4, learnt, groups, choices, tp_size=NUM_PARTS, limit_s=LIMIT_S)
@@ -265,7 +265,7 @@ def test_two_replicas_of_two_parts_learn_as_one_process(choices: dict[str, Any])
 
 
 def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Load a whole state into parts, one tensor at a time, and put it together again."""
+    """Load a full optimizer state into parts, one tensor at a time, and gather it again."""
     model, parts = in_parts(ranks, tiny.llama())
     trained = dict(model.named_parameters())
     optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], ranks=ranks)
@@ -278,19 +278,19 @@ def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_of_one_process_comes_back_from_parts(kind: str) -> None:
+def test_optimizer_state_survives_splitting_into_parts(kind: str) -> None:
     state = stepped(ALONE, kind, 1)["state"]
     for loaded_state in on_ranks(2, loaded, kind, state, tp_size=NUM_PARTS):
         assert not isinstance(loaded_state, BaseException), loaded_state
         for name, tensors in state.items():
             assert loaded_state[name].keys() == tensors.keys()
             if "exp_avg_scale" in tensors and name.endswith(("o_proj.weight", "down_proj.weight")):
-                continue  # a part's blocks are not the whole's
+                continue  # a part has different blocks than the full tensor
             assert all(torch.equal(loaded_state[name][key], tensor) for key, tensor in tensors.items()), name
 
 
 def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
-    """Save, load it into zeros, and return whether every part has its weights again."""
+    """Save the model, load it into zeros, and return whether every part has its weights again."""
     model, parts = in_parts(ranks, FAMILIES[family]())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     if ranks.is_rank_zero:
@@ -310,7 +310,7 @@ def files_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("max_bytes", [5 * 10**9, 200_000])
-def test_parts_write_the_folder_of_one_process_and_read_it(
+def test_ranks_write_and_read_the_same_folder_as_one(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", max_bytes)
@@ -337,13 +337,13 @@ def differing(ranks: Ranks) -> None:
     parts.check_equal(dict(model.named_parameters()))
 
 
-def test_parts_with_unequal_shared_values_are_not_saved() -> None:
+def test_ranks_with_unequal_shared_values_do_not_save() -> None:
     for error in on_ranks(2, differing, tp_size=NUM_PARTS):
         assert isinstance(error, RankError)
         assert "differ in model.norm.weight" in error.message
 
 
-def test_a_parameter_is_a_view_or_a_copy_of_its_runs() -> None:
+def test_cut_returns_the_rows_and_columns_of_its_runs() -> None:
     cut, whole = Cut((6, 2), (((0, 2), (4, 1)), ((0, 2),))), torch.arange(12).view(6, 2)
     assert cut.of(whole).tolist() == [[0, 1], [2, 3], [8, 9]]
     assert (cut.axis, cut.part_shape, cut.num_elements) == (0, (3, 2), 6)

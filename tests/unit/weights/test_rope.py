@@ -1,4 +1,4 @@
-"""RoPE that depends on the length: the server's variant is used for every sequence, whatever is packed beside it."""
+"""Length-dependent RoPE: every sequence uses the server's frequencies, whatever it is packed with."""
 
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,7 @@ def test_short_sequence_beside_a_long_one_is_unchanged(max_model_len: int) -> No
 
 @pytest.mark.parametrize(("max_model_len", "factors"), [(ORIGINAL, "short"), (ORIGINAL + 1, "long"), (200, "long")])
 @pytest.mark.parametrize("scales", [{}, {"short_mscale": 1.25, "long_mscale": 1.5}])
-def test_the_factors_are_those_of_the_servers_length(
-    max_model_len: int, factors: str, scales: dict[str, float]
-) -> None:
+def test_factors_depend_on_the_servers_max_length(max_model_len: int, factors: str, scales: dict[str, float]) -> None:
     model = made(llama(LONG | scales))
     rope.follow_server(model, max_model_len)
     scaling = scales.get(f"{factors}_mscale", 1.4142135)  # sqrt(1 + log(256 / 16) / log(16))
@@ -104,7 +102,7 @@ def test_phi_with_partial_rotary_follows_the_server() -> None:
     torch.testing.assert_close(beside, hidden(plain, SHORT_SEQUENCE), rtol=1e-4, atol=1e-4)
 
 
-def test_scaling_independent_of_length_is_left_alone() -> None:
+def test_scaling_independent_of_length_is_unchanged() -> None:
     model = made(tiny.llama())
     before = turned(model, 5)
     rope.follow_server(model, None)
@@ -112,7 +110,7 @@ def test_scaling_independent_of_length_is_left_alone() -> None:
     assert torch.equal(turned(model, 5), before)
 
 
-def test_dynamic_scaling_is_unchanged_within_the_own_length() -> None:
+def test_dynamic_scaling_within_max_position_is_unchanged() -> None:
     model = made(llama(DYNAMIC))
     before = turned(model, 5)
     rope.follow_server(model, LONGEST)
@@ -121,7 +119,7 @@ def test_dynamic_scaling_is_unchanged_within_the_own_length() -> None:
 
 @pytest.mark.parametrize("max_model_len", [None, LONGEST])
 def test_the_packing_check_sees_length_dependence(max_model_len: int | None) -> None:
-    """It must test long positions: those of a few tokens all use the short factors."""
+    """The check must cover long positions: short sequences all use the short factors."""
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
         prepare(model, TrainConfig.of(model_name="m").compute, max_model_len=max_model_len)
@@ -141,9 +139,9 @@ def refused(config: PretrainedConfig, kind: type[BridgeError], **server: Any) ->
     return f"{caught.value.message}; {caught.value.hint}"
 
 
-def test_a_server_of_no_known_length_is_refused() -> None:
+def test_server_without_a_known_length_is_refused() -> None:
     message = refused(llama(LONG), UsageError, max_model_len=None)
-    assert message.startswith("LlamaForCausalLM has longrope RoPE, which depends on the server's longest sequence")
+    assert message.startswith("LlamaForCausalLM has longrope RoPE, which depends on max_model_len")
 
 
 def test_server_with_transformers_backend_is_refused() -> None:
@@ -151,20 +149,20 @@ def test_server_with_transformers_backend_is_refused() -> None:
     assert message.startswith("LlamaForCausalLM has longrope RoPE, and vLLM runs it as TransformersForCausalLM")
 
 
-def test_dynamic_scaling_beyond_the_own_length_is_refused() -> None:
+def test_dynamic_scaling_beyond_max_position_is_refused() -> None:
     message = refused(llama(DYNAMIC), UsageError, max_model_len=LONGEST + 1)
-    assert "has frequencies up to 256 tokens, and the server's longest sequence has 257" in message
+    assert "has frequencies only up to 256 tokens, but the server's max_model_len is 257" in message
     assert "--max-model-len 256" in message
     trained = llama(DYNAMIC | {"max_trained_positions": 64})
     assert "max_trained_positions" in refused(trained, UnsupportedModelError)
 
 
-def test_another_computation_of_longrope_is_refused() -> None:
+def test_different_longrope_implementation_is_refused() -> None:
     scales = {"short_mscale": 1.2, "long_mscale": 1.2}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     config = PhimoeConfig(**SIZES, **experts, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG | scales)
     message = refused(config, UnsupportedModelError)
-    assert message.startswith("PhimoeRotaryEmbedding computes longrope RoPE in its own way")
+    assert message.startswith("PhimoeRotaryEmbedding computes longrope RoPE differently from vLLM")
 
 
 @pytest.fixture
@@ -176,7 +174,7 @@ def test_an_attached_model_follows_its_server(server: ToyServer) -> None:
     attached = attach(server.edited(max_model_len=LONGEST))
     of_long, of_short = (of_factors(name, 5, 1.4142135) for name in ("long", "short"))
     torch.testing.assert_close(turned(attached.model, 5), of_long)
-    reattached = reattach(attached, server.edited(max_model_len=ORIGINAL))  # restarted with another length
+    reattached = reattach(attached, server.edited(max_model_len=ORIGINAL))  # restarted with a different length
     torch.testing.assert_close(turned(reattached.model, 5, LONGEST - 1), of_short)
     with pytest.raises(UnsupportedModelError, match="vLLM runs it as TransformersForCausalLM"):
         attach(server.edited(max_model_len=LONGEST, model_class="TransformersForCausalLM"))
@@ -186,7 +184,7 @@ def test_loaded_models_follow_the_servers_rope(server: ToyServer) -> None:
     folder = server.manifest.model
     own = loaded.load(folder, device="cpu", max_model_len=LONGEST)
     torch.testing.assert_close(turned(own.model, 5), of_factors("long", 5, 1.4142135))
-    with pytest.raises(UsageError, match="the server reports none"):
+    with pytest.raises(UsageError, match="the server does not report it"):
         loaded.load(folder, device="cpu")
     config = TrainConfig.of(model_name=folder, kl_coef=0.1, reference_model=folder)
     with nothing_logged():
@@ -203,9 +201,9 @@ def test_loaded_models_follow_the_servers_rope(server: ToyServer) -> None:
 
 
 def test_rope_width_unknown_to_transformers_is_refused() -> None:
-    """Transformers before 5.19 rotates whole heads of MiniMax-M2, whose files name a part of them."""
+    """Transformers before 5.19 rotates entire heads of MiniMax-M2, whose configuration rotates only a part of them."""
     rope.follow_server(made(minimax_m2()), LONGEST)
     config = minimax_m2()
     config.rope_parameters["partial_rotary_factor"] = 1.0
-    with pytest.raises(UnsupportedModelError, match="rotates 64 numbers of each head of MiniMaxM2"):
+    with pytest.raises(UnsupportedModelError, match="rotates 64 dimensions of each head of MiniMaxM2"):
         rope.follow_server(made(config), LONGEST)

@@ -1,4 +1,4 @@
-"""Shared memory: one file, two real processes, and no way to truncate it."""
+"""Shared memory: one file, mapped by two real processes, that cannot be truncated."""
 
 import errno
 import mmap
@@ -44,10 +44,10 @@ def descriptor(block: SharedBlock) -> int:
 
 
 def open_files() -> Counter[tuple[int, int]]:
-    """Count this process's descriptors of each file; those of other tests may be closed meanwhile, by the collector."""
+    """Count this process's descriptors of each file; the garbage collector may close those of other tests meanwhile."""
     counts: Counter[tuple[int, int]] = Counter()
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the listing's own
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             status = path.stat()
             counts[status.st_dev, status.st_ino] += 1
     return counts
@@ -58,7 +58,7 @@ def python(program: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_writes_of_another_process_are_visible() -> None:
+def test_writes_by_another_process_are_visible() -> None:
     block = allocate(4096)
     assert block.path.startswith(f"/proc/{os.getpid()}/fd/")
     words(block.storage)[0] = 7
@@ -68,7 +68,7 @@ def test_writes_of_another_process_are_visible() -> None:
     assert words(block.storage)[:2].tolist() == [7, 42]
 
 
-def test_a_mapping_outlives_the_death_of_the_exporter() -> None:
+def test_mapping_survives_the_exporters_death() -> None:
     with python(EXPORT) as exporter:
         assert exporter.stdout is not None
         path = exporter.stdout.readline().strip()
@@ -84,7 +84,7 @@ def test_a_mapping_outlives_the_death_of_the_exporter() -> None:
         open_storage(path, 4096)
 
 
-def test_two_mappings_of_one_process_are_one_memory() -> None:
+def test_two_mappings_in_one_process_share_memory() -> None:
     block = allocate(256)
     one, other = words(open_storage(block.path, 256)), words(open_storage(block.path, 128))
     one[3] = 5
@@ -129,7 +129,7 @@ def test_an_opened_file_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     for path, size in ((block.path, 10**6), (str(tmp_path / "plain"), 4096)):
         with pytest.raises(AttachError):
             open_storage(path, size)
-    assert (open_files() - before).total() <= 1  # the mapping's own
+    assert (open_files() - before).total() <= 1  # the mapping's own descriptor
     assert storage.nbytes() == 256
 
 
@@ -155,7 +155,7 @@ def test_unsealed_memfd_is_refused() -> None:
         os.close(unsealed)
 
 
-def test_more_memory_than_is_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocating_more_than_is_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was requested"))
     for left in (available_bytes(), 1000):
         monkeypatch.setattr("bridge.core.host_memory.cgroup_left_bytes", lambda left=left: left)
@@ -163,7 +163,7 @@ def test_more_memory_than_is_left_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             allocate(left + 2**30)
 
 
-def test_a_refusal_of_the_system_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_descriptor: int, _start: int, _size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -174,6 +174,6 @@ def test_a_refusal_of_the_system_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert not open_files() - before
 
 
-def test_a_block_starts_at_a_page_and_so_at_every_alignment() -> None:
+def test_block_is_page_aligned() -> None:
     assert allocate(1).storage.data_ptr() % mmap.PAGESIZE == 0
     assert mmap.PAGESIZE % shared_memory.ALIGNMENT_BYTES == 0

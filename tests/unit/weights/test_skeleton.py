@@ -22,8 +22,8 @@ from tests.models.families import EXPERTS, SMALL
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_buffer_of_the_files_comes_from_the_server_and_is_not_trained(tmp_path: Path) -> None:
-    """The bias of GLM-4.5's router, with which vLLM chooses experts, too."""
+def test_stored_buffer_becomes_a_frozen_parameter(tmp_path: Path) -> None:
+    """For example, the bias of GLM-4.5's router, which vLLM also uses to choose experts."""
     config = Glm4MoeConfig(**SMALL, **EXPERTS, head_dim=64, n_routed_experts=4, moe_intermediate_size=64)
     config.architectures = ["Glm4MoeForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -37,7 +37,7 @@ def test_a_buffer_of_the_files_comes_from_the_server_and_is_not_trained(tmp_path
 
 
 def with_code(folder: Path, *, family: str) -> str:
-    """Write a model that comes with code, which fails as code written for transformers 4 does."""
+    """Write a model with its own code, which fails like code written for transformers 4."""
     model = AutoModelForCausalLM.from_config(tiny.llama())
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -58,7 +58,7 @@ def _nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_nobody_answers")
-def test_a_family_of_transformers_is_built_without_the_code_beside_it(tmp_path: Path) -> None:
+def test_known_family_is_built_without_its_remote_code(tmp_path: Path) -> None:
     model = with_code(tmp_path, family="llama")
     assert type(skeleton.build(model, torch.bfloat16)) is LlamaForCausalLM
     assert type(loaded.load(model, device="cpu").model) is LlamaForCausalLM
@@ -75,7 +75,7 @@ def test_a_family_of_transformers_is_built_without_the_code_beside_it(tmp_path: 
         {"output_attentions": True, "output_hidden_states": True, "use_cache": False},
     ],
 )
-def test_how_a_model_was_run_before_does_not_matter(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_previous_runs_are_ignored(settings: dict[str, Any], tmp_path: Path) -> None:
     plain, odd = (tiny.write(Qwen3MoeConfig(**SMALL | EXPERTS), tmp_path / name) for name in ("plain", "odd"))
     config = odd / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
@@ -91,7 +91,7 @@ def test_how_a_model_was_run_before_does_not_matter(settings: dict[str, Any], tm
 @pytest.mark.parametrize("shares_weights", [True, False])
 def test_remote_code_family_is_refused(tmp_path: Path, shares_weights: bool) -> None:
     model = with_code(tmp_path, family="own_llama")
-    words = "is of family own_llama, which transformers .* does not have: only code that comes with it"
+    words = "belongs to family own_llama, which transformers .* does not support: only code that ships with"
     refusals: list[Callable[[], object]] = [
         lambda: skeleton.build(model, torch.bfloat16),
         lambda: loaded.load(model, device="cpu"),
@@ -107,7 +107,7 @@ def test_remote_code_family_is_refused(tmp_path: Path, shares_weights: bool) -> 
 
 
 def test_loading_never_prompts_for_remote_code() -> None:
-    """Without the argument, transformers asks on a terminal, and waits."""
+    """Without the argument, transformers prompts on a terminal, and waits."""
     packages = ("bridge", "cli", "environments", "patches")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     calls = [
