@@ -89,7 +89,7 @@ def same_gpu(manifest: Manifest, visible: Collection[str]) -> Check:
     if not needed:
         return passed(name, "not needed: the weights are in main memory", "every GPU that holds weights is visible")
     all_needed = ",".join(sorted(needed))
-    hint = f"CUDA_VISIBLE_DEVICES={all_needed} bridge train ... (the trainer must use the server's GPU)"
+    hint = f"CUDA_VISIBLE_DEVICES={all_needed} bridge train ... (the trainer must run on the server's GPU)"
     found = f"this process sees {', '.join(visible) or 'no GPU'}"
     return judged(name, needed <= set(visible), found, f"visible: {all_needed}", hint)
 

@@ -1,6 +1,6 @@
-"""The ways of publishing new weights to vLLM: one base class, `Mode`, and one class for each way.
+"""The ways of publishing new weights to vLLM: the base class `Mode`, and one subclass for each way.
 
-A mode opens the model to train and publishes each update of it. The trainer does not know which one it runs.
+A mode opens the model to train and publishes each update. The trainer's code is the same for all modes.
 """
 
 from bridge.modes.lora import LoraDisk, LoraMemory

@@ -1,10 +1,10 @@
-"""`lora_only`: an adapter beside a frozen base. Its handover is by memory (`LoraMemory`) or by disk (`LoraDisk`).
+"""`lora_only`: train an adapter on a frozen base, published through memory (`LoraMemory`) or disk (`LoraDisk`).
 
-By memory, the adapter's tensors are vLLM's slot, and publishing takes the fence. By disk, each adapter is saved, and
-the server loads it through vLLM's own route. That works with any vLLM, and pauses nothing: every version has its
-own name, and in-flight requests keep the adapter that they named.
+Through memory, the adapter's tensors are vLLM's slot, and publishing takes the fence. Through disk, each version is
+saved, and the server loads it through vLLM's own route. This works with any vLLM and never pauses it: every version has
+its own name, and in-flight requests keep the adapter that they named.
 
-Not covered: how the server keeps the slot in place (`patches/bridge_patches/placement.py`).
+Not covered: how the server pins the slot (`patches/bridge_patches/placement.py`).
 """
 
 import logging
@@ -41,7 +41,7 @@ class _LoraMode(Mode):
     _adapter: Adapter
 
     def _add_adapter(self, base: OpenedModel) -> OpenedModel:
-        """Add a new adapter to the base, and return the model with the adapter as what is trained."""
+        """Add a new adapter to the base, and return the model with only the adapter trainable."""
         config = self._config
         self._adapter = Adapter(
             base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=base.cuts,
@@ -57,7 +57,7 @@ class _LoraMode(Mode):
 
 
 class LoraMemory(_LoraMode, PatchedServer):
-    """An adapter in a slot of one live server, trained on that server's base, by a process for each part of it."""
+    """Train an adapter in a slot of a live server, on that server's base, with one process per server rank."""
 
     writes = "adapter"
 
@@ -68,7 +68,7 @@ class LoraMemory(_LoraMode, PatchedServer):
             if self._config.server.config_path is not None:
                 raise
             raise UsageError(
-                f"--lora-handover memory trains the adapter in vLLM's own memory, and {error.message}",
+                f"--lora-handover memory trains the adapter in vLLM's own memory, but {error.message}",
                 hint="bridge serve-vllm --max-lora-rank R on this host, or --lora-handover disk",
             ) from error
         self._take_lease(manifest_of(self._config.server, self._config.model_name, exported))
@@ -77,12 +77,12 @@ class LoraMemory(_LoraMode, PatchedServer):
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
         opened = self._add_adapter(super().open())
         self._move_into_slot(takeover=self._run.resumes)
-        logger.info("the base is the server's own, 0 bytes of it here")
+        logger.info("the base model is the server's own: this process holds 0 bytes of it")
         return opened
 
     @contextmanager
     def publish(self, update: Update) -> Iterator[Window]:
-        """Let the block write inside the fence; before any checkpoint, the first adapter repairs a torn server."""
+        """Let the block write inside the fence; without a checkpoint yet, the initial adapter repairs a torn server."""
         repair = update.last_checkpoint or self._run.scratch / ADAPTER
         with super().publish(replace(update, last_checkpoint=repair)) as window:
             yield window
@@ -96,9 +96,9 @@ class LoraMemory(_LoraMode, PatchedServer):
             self._adapter.load(checkpoint)
 
     def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the base class's
-        """Restart the dead server with the base, and move the adapter, which this process still has, into a slot again.
+        """Restart the dead server with the base, and move the adapter, which this process still holds, to a new slot.
 
-        The servers of other ranks get the next version, too.
+        The servers of other ranks also advance to the next version.
         """
         is_lost = self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.server_is_lost(self.client))
         if is_lost:
@@ -110,7 +110,7 @@ class LoraMemory(_LoraMode, PatchedServer):
             self.publish_as(version)
 
     def _move_into_slot(self, *, takeover: bool, version: int | None = None) -> None:
-        """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
+        """Let the server load the adapter into a slot, and move its tensors there; AttachError if no slot fits."""
         ranks = self._run.ranks
         ours = self._adapter.modules
         ranks.tp_group.run_on_all(self._refuse_unfit_slots)
@@ -125,7 +125,7 @@ class LoraMemory(_LoraMode, PatchedServer):
                     here.data = there.data
 
     def _load_into_slot(self) -> int:
-        """Let the server load what was saved, and return the slot's number."""
+        """Let the server load the saved adapter, and return the slot's number."""
         try:
             return self.client.load_into_slot(self._run.scratch / ADAPTER)
         except AttachError:
@@ -137,28 +137,28 @@ class LoraMemory(_LoraMode, PatchedServer):
         rank = self._config.lora.r
         if not slots:
             raise AttachError(
-                "the server takes no adapters, or none whose slots can be shared",
+                "the server does not accept adapters, or its slots cannot be shared",
                 hint=f"bridge serve-vllm --max-lora-rank {rank}, without --fully-sharded-loras",
             )
         missing = sorted(self._adapter.modules.keys() - slots.keys())
         if missing:
             raise AttachError(
-                f"vLLM has no slot that can be shared for {len(missing)} modules, the first: {missing[0]}",
-                hint="leave them out with --lora-target-modules, or --lora-handover disk; experts have slots with"
-                " bridge serve-vllm --lora-experts",
+                f"vLLM has no slot to share for {len(missing)} modules, the first: {missing[0]}",
+                hint="leave them out with --lora-target-modules, or use --lora-handover disk; for slots of experts,"
+                " start bridge serve-vllm with --lora-experts",
             )
         slot_rank = next(iter(slots.values())).lora_a.shape[2]
         if slot_rank != rank:
             raise AttachError(
-                f"the server's slots have rank {slot_rank}, and the adapter has rank {rank}, expected the same",
-                hint=f"--lora-r {slot_rank}; or bridge serve-vllm --max-lora-rank {rank}, if vLLM has slots of that"
+                f"the server's slots have rank {slot_rank}, but the adapter has rank {rank}, expected the same",
+                hint=f"use --lora-r {slot_rank}; or bridge serve-vllm --max-lora-rank {rank}, if vLLM supports that"
                 " rank; or --lora-handover disk",
             )
         odd = [name for name, ours in self._adapter.modules.items() if not _fits(slots[name], ours)]
         if odd:
             raise ManifestError(
-                f"the slots of {len(odd)} modules have other shapes than the weights that they are for, the first:"
-                f" {odd[0]}: the manifest was edited",
+                f"the slots of {len(odd)} modules do not match the shapes of the modules' weights, the first:"
+                f" {odd[0]}; the manifest was edited",
                 hint=RESTART,
             )
 
@@ -178,17 +178,17 @@ class LoraMemory(_LoraMode, PatchedServer):
 
 
 class LoraDisk(_LoraMode):
-    """An adapter that one server loads from disk for each version, without a pause."""
+    """Train an adapter that the server loads from disk for each version, without a pause."""
 
     version = -1
 
     def _connect(self) -> None:
         self._why_copied = ""
-        """Why the base is a second copy."""
+        """Why the base had to be loaded as a second copy."""
         self._exported = self._find_manifest()
         self._attached: AttachedModel | None = None
         self._served: list[str] = []
-        """Adapters that the server has, the oldest first."""
+        """Names of the adapters that the server has loaded, oldest first."""
         self._client = self._open_client()
         self.max_model_len = max_model_len(self._client.url) if self._exported is None else self._exported.max_model_len
 
@@ -199,24 +199,24 @@ class LoraDisk(_LoraMode):
         return Endpoint(url=self._client.url, model=model, version=self.version, starts=self._num_starts)
 
     def open(self) -> OpenedModel:
-        """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter.
+        """Attach to the server's base or load a copy, add an adapter to it, and let the server load the adapter.
 
-        Its versions follow those that earlier runs left. vLLM looks up the keys and values of an adapter by its name,
-        since 0.32 by its path too: under a name that was served before it finds those of another adapter.
+        Versions continue after those that earlier runs left. vLLM looks up cached keys and values by the adapter's
+        name, since 0.32 also by its path: for a name that was served before, it would find a different adapter's.
         """
         base = self._open_base()
         opened = self._add_adapter(base)
         self.version = max(self._run.ranks.run_and_gather(self._newest_served))
         self._serve_first()
         if self._attached is not None:
-            logger.info("the base is the server's own, 0 bytes of it here")
+            logger.info("the base model is the server's own: this process holds 0 bytes of it")
         else:
             size = f"{base.weight_bytes / 2**30:.2f} GiB on {base.device}"
-            logger.info(f"the base is a second copy, {size}: {self._why_copied}")
+            logger.info(f"the base model is a second copy, {size}: {self._why_copied}")
         return replace(opened, weight_bytes=base.weight_bytes + self._adapter.num_bytes())
 
     def publish(self, update: Update) -> AbstractContextManager[Window]:
-        """Let the block write without a pause, and the server load the result."""
+        """Let the block write without a pause, then let the server load the result."""
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
         return fence.run(update, lambda: self._serve_next(self.version + 1), ranks=self._run.ranks)
 
@@ -227,9 +227,9 @@ class LoraDisk(_LoraMode):
     def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the base class's
         """Restart the dead server with the base, and let it load the adapter, which this process still has.
 
-        The servers of other ranks load it as the next version, too.
+        The servers of other ranks also load it as the next version.
         """
-        newest = max(self._run.ranks.all_gather_object(self.version))  # others may have served what this one did not
+        newest = max(self._run.ranks.all_gather_object(self.version))  # other ranks may have served a later version
         if not self._run.server_is_lost(self._client):
             self._serve_next(newest + 1)
             return
@@ -237,7 +237,7 @@ class LoraDisk(_LoraMode):
         self._client.close()
         self._run.restart_server(self._config.model_name)
         self._num_starts += 1
-        if self._exported is not None:  # the new server has another token
+        if self._exported is not None:  # the new server has a new token
             self._exported = manifest.load(self._config.server.config_path)
             if self._attached is not None:
                 self._attached = reattach(self._attached, self._exported)
@@ -248,7 +248,7 @@ class LoraDisk(_LoraMode):
         self._client.close()
 
     def _find_manifest(self) -> Manifest | None:
-        """Return the manifest of the server, if there is one; one that the user named has to be usable."""
+        """Return the server's manifest, or None; ManifestError if the user named a manifest that cannot be used."""
         server = self._config.server
         model_name = self._config.model_name
         if server.config_path is not None:
@@ -260,12 +260,12 @@ class LoraDisk(_LoraMode):
             return None
         url = server.url(exported.url)
         if url != exported.url:
-            self._why_copied = f"the manifest found here is of the server at {exported.url}, not {url}"
+            self._why_copied = f"the manifest found here belongs to the server at {exported.url}, not {url}"
             return None
         return manifest_of(server, model_name, exported)
 
     def _open_client(self) -> VllmClient:
-        """Connect to the server, and take its lease if it has one; AttachError: another trainer has it."""
+        """Connect to the server, and take its lease if it has one; AttachError if another trainer holds it."""
         exported = self._exported
         timeout_s = self._config.sampling.request_timeout_s
         if exported is None:
@@ -289,27 +289,27 @@ class LoraDisk(_LoraMode):
         return loaded.load(name, device=device, max_model_len=self.max_model_len, server_class=server_class)
 
     def _serve_first(self) -> None:
-        """Let the server load the adapter in place of what an earlier run left; AttachError: the server is torn."""
+        """Let the server load the adapter, and unload those of earlier runs; AttachError if the server is torn."""
         if isinstance(self._client, BridgeClient) and self._exported is not None:
-            self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
+            self._client.status().refuse_torn()  # resuming would not repair it, since nothing is written in place
             if self._exported.shards[0].lora_slots:  # an earlier run may have trained in one of them
                 self._client.release_adapter()
         earlier = self._client.earlier_adapters()
         self._served.clear()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
         self._serve(self.version + 1)
-        for name in earlier:  # not before: a run that ended in between would leave no number to follow
+        for name in earlier:  # last: the next run must find the newest version
             self._client.unload_adapter(name)
 
     def _newest_served(self) -> int:
-        """Return the largest version that the server has; -1: none."""
+        """Return the highest adapter version on the server, or -1."""
         suffixes = [name.removeprefix(f"{ADAPTER}-") for name in self._client.earlier_adapters()]
         return max([int(suffix) for suffix in suffixes if suffix.isdecimal()], default=-1)
 
     def _serve_next(self, version: int) -> int:
-        """Let the server load the adapter, then drop the versions that no request in flight may name any more."""
+        """Let the server load the adapter, then drop the versions that in-flight requests can no longer name."""
         self._serve(version)
-        while len(self._served) > 1 + self._config.rollouts.max_staleness:  # vLLM may read a file later than it loads
+        while len(self._served) > 1 + self._config.rollouts.max_staleness:  # vLLM may read the files after it returns
             before = self._served.pop(0)
             self._client.unload_adapter(before)
             self._run.discard(before)
@@ -319,7 +319,7 @@ class LoraDisk(_LoraMode):
         folder = self._run.saved(f"{ADAPTER}-{version}", self._adapter.save)
         try:
             self._client.load_adapter(folder.name, folder)
-        except UsageError:  # a refused run leaves nothing behind
+        except UsageError:  # leave nothing behind
             self._run.discard(folder.name)
             raise
         self._served.append(folder.name)
@@ -332,6 +332,6 @@ def _fits(slot: LoraSlot, ours: Matrices) -> bool:
 
 
 def _stored_equal(slot: Matrices, ours: Matrices) -> bool:
-    """Compare up to rounding: B is divided by the scaling on saving, and multiplied by it on loading."""
+    """Compare up to rounding, since saving divides B by the scaling and loading multiplies it again."""
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
     return all(torch.allclose(theirs.float(), held.float(), rtol=1 / 64, atol=1e-6) for theirs, held in pairs)

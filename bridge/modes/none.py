@@ -1,10 +1,11 @@
-"""`none`: the trainer owns a copy of the weights, and saves each version for the server, in one of two ways.
+"""`none`: the trainer has its own copy of the weights, and the server reloads each saved version in one of two ways.
 
 `--reload restart` restarts a server of any kind that this run started; `--reload in-place` loads the version into the
 weights that a patched server shares. Between two reloads the server has older weights, so rollouts are off-policy by
-that many steps. The loss corrects for this: the log-probabilities that it compares with are the server's own.
+up to that many steps. The loss corrects for this: it compares with the log-probabilities that the server reported.
 
-Several ranks have a copy and a server each. Copies are trained in lockstep, and servers reloaded at the same steps.
+With several ranks, each has its own copy and server. Copies are trained in lockstep, and servers are reloaded at the
+same steps.
 """
 
 import time
@@ -29,19 +30,19 @@ from bridge.weights.attach import OpenedModel
 
 
 class OwnCopy(Mode):
-    """A trainer process with its own weights, beside a server that generates at the same time, or does not run."""
+    """A trainer process with its own weights, next to a server that may generate at the same time."""
 
     _dtype: torch.dtype | None = None
-    """Dtype of the trainer's copy; None: that of the model."""
+    """Dtype of the trainer's copy; None: the model's."""
     _num_behind = 0
-    """Steps that the server does not serve yet."""
+    """Number of steps by which the served weights lag behind the trainer's."""
 
     def open(self) -> OpenedModel:
         name = self._config.model_name
         device = self._config.trainer_device
         opened = loaded.load(name, device=device, dtype=self._dtype, max_model_len=self.max_model_len)
         self._model = opened.model
-        model_folder.saved_form(self._model, model_folder.state(self._model))  # refused now, and not once it is trained
+        model_folder.saved_form(self._model, model_folder.state(self._model))  # raises now instead of after training
         return opened
 
     @contextmanager
@@ -58,7 +59,7 @@ class OwnCopy(Mode):
             pause_s = publish_s = 0.0
             if self._num_behind >= self._config.publishing.restart_interval and not update.is_last:
                 start = time.perf_counter()
-                pause_s = self._reload()  # not in the fence, whose time limit is too short for a restart
+                pause_s = self._reload()  # outside the fence, whose time limit is too short for a restart
                 publish_s = time.perf_counter() - start - pause_s
             window.times = replace(window.times, version=self.version, pause_s=pause_s, publish_s=publish_s)
 
@@ -70,7 +71,7 @@ class OwnCopy(Mode):
         self._log_missing(model_folder.save(self._model, self._config.model_name, folder))
 
     def _saved(self) -> Path:
-        """Save the newest weights; each rank does, since hosts need not share a disk."""
+        """Save the newest weights on every rank, since hosts need not share a disk."""
         return self._run.ranks.run_on_all(lambda: self._run.saved(f"version_{self.version + 1}", self.save))
 
     def _discard_versions(self, *, but: str | Path | None = None) -> None:
@@ -80,11 +81,11 @@ class OwnCopy(Mode):
 
     @abstractmethod
     def _reload(self) -> float:
-        """Let the server serve the newest weights, and return the seconds until it had paused."""
+        """Let the server load the newest weights, and return the seconds until it was paused."""
 
 
 class Restart(OwnCopy):
-    """`--reload restart`: a server that reports no versions, so they are counted here."""
+    """`--reload restart`: restart the server for each version. Versions are counted here: it does not report them."""
 
     version = 0
 
@@ -92,8 +93,8 @@ class Restart(OwnCopy):
         if self._run.process is None:
             raise UsageError(
                 "--reload restart restarts the server for each version, but Bridge did not start this server",
-                hint="bridge run --mode none, or --start-command 'vllm serve {model} --port N', or bridge serve-vllm"
-                " and --reload in-place",
+                hint="use bridge run --mode none, or --start-command 'vllm serve {model} --port N', or"
+                " bridge serve-vllm with --reload in-place",
             )
         self._process = self._run.process
         self._url = self._config.server.url()
@@ -115,7 +116,7 @@ class Restart(OwnCopy):
         self._start(model, self.version + 1, is_needed=is_lost or self._num_behind > 0)
 
     def close(self) -> None:
-        """Remove the saved version: the server that was started with it ends with this run."""
+        """Remove the saved version: the server that loaded it exits with this run."""
         self._discard_versions()
 
     def _reload(self) -> float:
@@ -123,7 +124,7 @@ class Restart(OwnCopy):
         return 0.0
 
     def _start(self, model: str | Path, version: int, *, is_needed: bool = True) -> None:
-        """Serve `model` as `version`; a server that serves it already keeps running if a restart is not needed."""
+        """Serve `model` as `version`; without `is_needed`, the server already has these weights and keeps running."""
         self._run.ranks.run_on_all(lambda: self._process.restart(model) if is_needed else None)
         self.version = version
         self._num_behind = 0
@@ -133,7 +134,7 @@ class Restart(OwnCopy):
 
 
 class InPlace(OwnCopy):
-    """`--reload in-place`: a patched server beside a copy of its dtype, so that it loads bitwise what was saved."""
+    """`--reload in-place`: a patched server loads each version; the copy has its dtype, so loading is bit-exact."""
 
     def _connect(self) -> None:
         self._server = SharedVllm(self._config, self._run)
@@ -149,7 +150,7 @@ class InPlace(OwnCopy):
         return replace(self._server.endpoint, reports_experts=False)
 
     def open(self) -> OpenedModel:
-        """Load the model, attach to the server, and reload it if an earlier run has trained it."""
+        """Load the model, attach to the server, and reload the server if an earlier run trained it."""
         own = super().open()
         self._served = self._server.open().model
         if self.version > 0:
@@ -174,6 +175,6 @@ class InPlace(OwnCopy):
         folder = self._saved()
         with self._server.publish(Update(last_checkpoint=folder)) as window:
             model_folder.load_into(self._served, folder)
-        self._discard_versions()  # not after an error: the newest repairs the torn server
+        self._discard_versions()  # not after an error: the newest version repairs a torn server
         self._num_behind = 0
         return window.times.pause_s

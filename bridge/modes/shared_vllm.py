@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class PatchedServer(Mode):
-    """One live server, whose lease this process holds, together with the other parts of its replica."""
+    """One live server, whose lease this process holds together with the other ranks of its replica."""
 
     version = 0
     writes: ClassVar[Written] = "weights"
     """Kind of weights that an update writes."""
 
     def open(self) -> OpenedModel:
-        """Return a model whose parameters are the server's weights, after a restart too."""
+        """Return a model whose parameters are the server's weights, and remain so after a restart."""
         ranks = self._run.ranks
         self._attached = attach(self.manifest, ranks.tp_rank, num_parts=ranks.tp_size)
         self._compare_replicas()
@@ -46,7 +46,7 @@ class PatchedServer(Mode):
     def publish(self, update: Update) -> Iterator[Window]:
         in_flight = update.in_flight or ("keep" if update.takeover else self._config.publishing.in_flight)
         served = None if update.takeover else self.version
-        with deferred_interrupt():  # the new version is known before an interrupt acts
+        with deferred_interrupt():  # an interrupt takes effect only once the new version is recorded
             with fence.publish(
                 self._client, update, in_flight=in_flight, keep_kv=self._keeps_kv, served=served, writes=self.writes,
                 ranks=self._run.ranks,
@@ -60,7 +60,7 @@ class PatchedServer(Mode):
             self.is_half_written = False
 
     def publish_as(self, version: int) -> None:
-        """Publish the same weights as another version."""
+        """Publish the same weights again, as `version`."""
         with self.publish(Update(version=version, takeover=True)):
             pass
 
@@ -73,7 +73,7 @@ class PatchedServer(Mode):
         self._attached = reattach(self._attached, self.manifest)
 
     def _newest(self) -> int:
-        """Return the newest version of all ranks' servers: others may have published what this one did not."""
+        """Return the highest version of all ranks' servers: others may have published one that this server did not."""
         ranks = self._run.ranks
         if ranks.world_size == 1:
             return self.version
@@ -88,7 +88,7 @@ class PatchedServer(Mode):
 
     @property
     def client(self) -> BridgeClient:
-        """The client of the first part of a replica, which alone talks to the server."""
+        """The client of a replica's first rank, the only one that calls the server."""
         assert self._client is not None, self._run.ranks.rank
         return self._client
 
@@ -119,13 +119,13 @@ class PatchedServer(Mode):
         return self._status.experts if is_replayed else None
 
     def _connect(self) -> None:
-        """Find the server and take its lease; AttachError: another trainer has it, or it is half-written."""
+        """Find the server and take its lease; AttachError if another trainer holds it, or its weights are torn."""
         self._take_lease(manifest_of(self._config.server, self._config.model_name))
 
     def _take_lease(self, manifest: Manifest) -> None:
-        """Take the lease of the manifest's server, and learn what the server can do and has.
+        """Take the lease of the manifest's server, and record its capabilities and state.
 
-        Something half-written is refused, unless this run rewrites it.
+        Half-written weights are refused unless this run will rewrite them.
         """
         self.manifest = manifest
         self.max_model_len = manifest.max_model_len
@@ -146,9 +146,9 @@ class PatchedServer(Mode):
             self._note_quantization(manifest)
             if self._config.compute.router_replay and self._status.experts is None:
                 raise UsageError(
-                    "--router-replay: the server does not report the experts of a token",
-                    hint="leave it out; a server of a mixture of experts reports them, without --speculative-config"
-                    " or a KV connector, and on a CPU from vLLM 0.30 on",
+                    "--router-replay: the server does not report the experts of each token",
+                    hint="leave it out, or serve a mixture-of-experts model without --speculative-config or a KV"
+                    " connector (on a CPU, with vLLM 0.30 or later)",
                 )
         except BaseException:
             self.close()
@@ -169,7 +169,7 @@ class PatchedServer(Mode):
             )
 
     def _compare_replicas(self) -> None:
-        """Refuse replicas whose weights differ; give equal ones the same version."""
+        """Raise AttachError if the replicas' weights differ; otherwise give all replicas the same version."""
         ranks = self._run.ranks
         if ranks.dp_size == 1:
             return
@@ -193,22 +193,22 @@ class PatchedServer(Mode):
                     hint="start all servers with the same model, dtype and flags",
                 )
         if len({*ranks.all_gather_object(self.version)}) > 1:
-            self.publish_as(self._newest() + 1)  # they were trained before, in other runs
+            self.publish_as(self._newest() + 1)  # earlier runs trained them
 
     def _may_keep_kv(self, status: Status) -> bool:
-        """Return whether requests in flight keep their keys and values; UsageError if they should and cannot."""
+        """Return whether in-flight requests keep their keys and values; UsageError if they must but cannot."""
         chosen = self._config.publishing.in_flight_kv
         wanted = chosen == "keep" or (chosen == "auto" and self._config.rollouts.max_staleness > 0)
         if wanted and not status.can_keep_kv:
-            why = "the server's KV connector would store what older weights computed, and find it by its tokens"
+            why = "the server's KV connector would store keys and values of older weights and reuse them"
             if chosen == "keep":
                 raise UsageError(f"--in-flight-kv keep: {why}", hint="serve without a KV connector, or recompute")
-            logger.info(f"requests in flight recompute their keys and values at every update: {why}")
+            logger.info(f"in-flight requests recompute their keys and values at every update: {why}")
         return wanted and status.can_keep_kv
 
 
 class SharedVllm(PatchedServer):
-    """`shared_vllm`: a trainer attached to one live server, by a process for each part of the weights."""
+    """`shared_vllm`: a trainer attached to one live server, with one process per server rank."""
 
     def save(self, folder: Path) -> None:
         model = self._attached.model
@@ -227,9 +227,9 @@ class SharedVllm(PatchedServer):
             model_folder.load_into(model, checkpoint, parts)
 
     def revive(self, checkpoint: Path | None) -> None:
-        """Restart the dead server with a checkpoint, and raise the versions of all ranks' servers above the last one.
+        """Restart the dead server with a checkpoint, and move all ranks' servers to a version above the last one.
 
-        If there is one replica, its server is the one that died.
+        With a single replica, its server is the one that died.
         """
         if self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.server_is_lost(self.client)):
             self.restart(checkpoint or self._config.model_name)
@@ -242,16 +242,17 @@ class SharedVllm(PatchedServer):
 
 
 def manifest_of(server: ServerConfig, model_name: str, exported: Manifest | None = None) -> Manifest:
-    """Return the manifest of the server that serves the model to train; `exported` if it is loaded already.
+    """Return the manifest of the server that serves the model to train; `exported` if it is already loaded.
 
-    Raises ManifestError: there is none, it cannot be used, or another model is served.
+    Raises:
+        ManifestError: no manifest is found, it cannot be used, or the server serves a different model.
     """
     exported = exported or manifest.load(server.config_path)
     wanted = skeleton.absolute(model_name)
     if wanted != exported.model:
         raise ManifestError(
             f"the server serves {exported.model}, expected {wanted} (--model-name)",
-            hint=f"--model-name {shlex.quote(exported.model)}, or start another server: "
+            hint=f"--model-name {shlex.quote(exported.model)}, or start a second server: "
             f"bridge serve-vllm --model {shlex.quote(model_name)}",
         )
     return exported

@@ -1,12 +1,12 @@
-"""`none --reload transfer`: the trainer's own weights are sent to running servers on other GPUs, by vLLM's NCCL engine.
+"""`none --reload transfer`: send the trainer's own weights to servers on other GPUs through vLLM's NCCL engine.
 
     pause     all servers; if one cannot be paused, the others resume
     meet      before the first transfer: all workers join vLLM's sender; if one cannot, all servers resume
     send      vLLM's sender broadcasts to all workers of all servers, which load layer by layer
-    publish   the version goes up, all resume
+    publish   the version is incremented, all servers resume
 
-A transfer that does not end leaves the servers paused, and they have to be restarted: vLLM keeps the pieces that it has
-received of a layer, and would load them together with those of the next transfer.
+An unfinished transfer leaves the servers paused, and they have to be restarted: vLLM keeps the pieces of a layer that
+it has received, and would load them together with those of the next transfer.
 """
 
 import logging
@@ -38,12 +38,12 @@ from bridge.weights.attach import OpenedModel
 logger = logging.getLogger(__name__)
 
 SENDER = "bridge_patches.sender"
-"""Module whose functions import vLLM, which `bridge` itself never does."""
-RESTART = "look into its log; restart it, and each server that stays paused, whose weights may be half-written"
+"""Module whose functions import vLLM; `bridge` itself never imports it."""
+RESTART = "check its log; restart it, and each server that stays paused, whose weights may be half-written"
 
 
 class Receivers:
-    """All servers of a run, which get the same weights: paused as one, and called by vLLM's sender as one."""
+    """All servers of a run, which get the same weights. Pauses and vLLM's sender treat them as one server."""
 
     def __init__(self, servers: Sequence[Receiver], in_flight: InFlight) -> None:
         self._servers = servers
@@ -51,14 +51,14 @@ class Receivers:
         self.num_workers: Sequence[int] = ()
         """Number of workers of each server."""
         self.on_failure: Callable[[BaseException], object] = lambda _: None
-        """Called if some worker will not join an exchange, for which the trainer would wait."""
+        """Called if a worker will not join an exchange, which the trainer would otherwise wait for."""
         self.failure: BaseException | None = None
-        """Error of the latest failure."""
+        """The latest error."""
         self._outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        """Outcome of the latest calls, one item per server."""
+        """Outcomes of the latest calls, one item per server."""
 
     def check(self, model: str, vllm: str) -> None:
-        """Refuse servers that cannot be fed, before any of them changes."""
+        """Refuse servers that cannot receive these weights, before any server is changed."""
         self.num_workers = [server.check(model, vllm) for server in self._servers]
 
     def pause(self) -> None:
@@ -68,19 +68,19 @@ class Receivers:
             self.resume()
             raise
 
-    def resume(self, error: BaseException | None = None) -> None:  # noqa: ARG002  they hold no memory of the trainer
-        """Undo a pause, before an error is raised; log each server that does not confirm it, and may stay paused."""
-        with suppress(AttachError):  # one was not paused
+    def resume(self, error: BaseException | None = None) -> None:  # noqa: ARG002  the servers hold no memory of the trainer
+        """Undo a pause before an error is raised; log each server that does not confirm, and so may stay paused."""
+        with suppress(AttachError):  # a server was not paused
             self._all(self._resume)
 
     def _resume(self, server: Receiver) -> None:
         try:
             server.resume()
-        except (ServerUnreachableError, UsageError) as error:  # or it is dead, or resumes once others have joined
+        except (ServerUnreachableError, UsageError) as error:  # it may be dead, or resume once the others have joined
             logger.warning(f"{error.message}; {error.hint}")
 
     def publish(self, version: int) -> int:
-        """Let all serve `version`, and return it."""
+        """Let all servers serve `version`, and return it."""
         self._all(lambda server: server.publish(version))
         return version
 
@@ -103,21 +103,21 @@ class Receivers:
     def update_weights(self, update_info: Any) -> None:
         self._all(lambda server: server.transfer("update_weights", {"update_info": update_info}), is_exchange=True)
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  vLLM's own count
+    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  vLLM's own counter
         self._all(lambda server: server.transfer("finish_weight_update", {}))
 
     def abandon_exchange(self) -> None:
-        """Let the caller of an exchange wait no longer: vLLM's thread, which the interpreter joins at its end."""
-        self._outcomes.put(AttachError("the transfer was given up", hint=RESTART))
+        """Unblock the caller of an exchange: it is vLLM's thread, and the interpreter joins that thread at exit."""
+        self._outcomes.put(AttachError("the transfer was abandoned", hint=RESTART))
 
     def close(self) -> None:
         for server in self._servers:
             server.close()
 
     def _all(self, call: Callable[[Receiver], object], *, is_exchange: bool = False) -> None:
-        """Make a call to all servers at the same time, and raise the first error.
+        """Call all servers concurrently, and raise the first error.
 
-        In an exchange it is raised at once, because the other servers wait for the one that failed.
+        In an exchange, the error is raised immediately, because the other servers wait for the one that failed.
         """
         outcomes = self._outcomes = queue.SimpleQueue()
         for server in self._servers:
@@ -131,15 +131,15 @@ class Receivers:
             self.failure = first
             self.on_failure(first)
         else:
-            list(errors)  # all calls have ended then
+            list(errors)  # wait for the remaining calls
         raise first
 
 
 class Transfer(OwnCopy):
-    """`--reload transfer`: servers that share nothing with the trainer, and that somebody else may have started."""
+    """`--reload transfer`: servers that share no memory with the trainer, and that this run need not have started."""
 
     version = -1
-    """Nothing is sent yet."""
+    """-1 until weights are sent."""
 
     def _connect(self) -> None:
         self._sender: Any = None
@@ -170,23 +170,23 @@ class Transfer(OwnCopy):
 
     @contextmanager
     def publish(self, update: Update) -> Iterator[Window]:
-        """Let the block write, and send it; AttachError if rollouts may be of other weights than were sent last."""
+        """Let the block write, and send the weights; AttachError if a server lost those that it was last sent."""
         self.check_served()
         with super().publish(update) as window:
             yield window
 
     def check_served(self) -> None:
-        with self._run.ranks.raise_on_all():  # one evaluation is of the servers of all ranks
+        with self._run.ranks.raise_on_all():  # an evaluation uses the servers of all ranks
             for server in self._servers:
                 server.check_served()
 
     def open(self) -> OpenedModel:
-        """Load the model, meet the workers of all servers, and send it: an earlier run may have trained theirs."""
+        """Load the model, connect to the workers of all servers, and send it: earlier runs may have changed theirs."""
         opened = super().open()
         if opened.device.type != import_module(SENDER).DEVICE:
             raise UsageError(
-                f"--reload transfer sends from a GPU, and the trainer's weights are on {opened.device}",
-                hint="--trainer-device cuda:N, or --reload restart",
+                f"--reload transfer sends from a GPU, but the trainer's weights are on {opened.device}",
+                hint="use --trainer-device cuda:N, or --reload restart",
             )
         self._device = opened.device
         self._reload()
@@ -197,7 +197,7 @@ class Transfer(OwnCopy):
         self.version = max(version - 1, self.version)
         self._reload()
 
-    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002  the trainer has them
+    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002  the trainer has the weights
         """Restart the dead server, which this run started, and send it the weights."""
         self.close()
         self._run.restart_server(self._config.model_name)
@@ -206,12 +206,12 @@ class Transfer(OwnCopy):
         self._reload()
 
     def close(self) -> None:
-        """Leave the servers as they are."""
+        """Disconnect from the servers without changing them."""
         self._give_up()
         self._receivers.close()
 
     def _find_servers(self) -> list[Receiver]:
-        """Return the servers of --servers, or the one of --vllm-config-path or --vllm-port."""
+        """Return the servers that --servers names, or the one that --vllm-config-path or --vllm-port names."""
         server = self._config.server
         timeout_s = self._config.sampling.request_timeout_s
         own = {} if self._run.process else {exported.url: exported for exported in discovery.running().values()}
@@ -257,7 +257,7 @@ class Transfer(OwnCopy):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """End the group if the block fails, and add a hint to an error of NCCL."""
+        """Destroy the NCCL group if the block fails, and turn NCCL errors into errors with a hint."""
         try:
             yield
         except BaseException as error:
@@ -267,16 +267,16 @@ class Transfer(OwnCopy):
                 cause.hint = RESTART
             if cause is error or not isinstance(error, RuntimeError | OSError):
                 raise
-            if cause is not None:  # the error is that its broadcast was ended
+            if cause is not None:  # `error` only says that the broadcast was aborted
                 raise cause from error
             raise AttachError(
                 f"the weights could not be sent: {first_line(error) or repr(error)}",
-                hint="the trainer and each server need GPUs of their own that reach each other by NCCL"
-                " (NCCL_DEBUG=INFO says more); restart servers that stay paused",
+                hint="the trainer and each server need separate GPUs that can reach each other over NCCL (set"
+                " NCCL_DEBUG=INFO for details); restart servers that stay paused",
             ) from error
 
     def _open_sender(self) -> Any:
-        """Return the sender once all workers have joined; a worker that cannot join is not waited for."""
+        """Return the sender once all workers have joined; do not wait if a worker cannot join."""
         address = address_seen_by([server.url for server in self._servers])
         tensors = model_folder.saved_form(self._model, model_folder.state(self._model))
         outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -293,7 +293,7 @@ class Transfer(OwnCopy):
         return first.result()
 
     def _give_up(self) -> None:
-        """End the broadcast, if there is one, and the group that it is in."""
+        """Abort the broadcast, if one is running, and destroy its group."""
         self._receivers.abandon_exchange()
         sender = self._sender
         self._sender = None
@@ -302,11 +302,11 @@ class Transfer(OwnCopy):
 
 
 def _url(name: str) -> str:
-    """Return the URL of a server that was named by its URL, its host and port, or its port alone."""
+    """Return the URL of a server that was named by a URL, HOST:PORT, or only a port."""
     if "://" not in name and not name.rpartition(":")[2].isdecimal():
         raise UsageError(
             f"--servers {name}: expected HOST:PORT, a port of this host, a URL or a manifest",
-            hint="vLLM's own port is 8000",
+            hint="vLLM's default port is 8000",
         )
     url = name
     if "://" not in name:

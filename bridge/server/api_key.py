@@ -1,4 +1,4 @@
-"""The API key of a vLLM server: one variable, read by both servers and clients."""
+"""The API key of a vLLM server, in an environment variable that both server and clients read."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from bridge.errors import UsageError
 
 VARIABLE = "VLLM_API_KEY"
-"""vLLM's own variable. The server reads its key there too, unless `--api-key` is given."""
+"""vLLM's own environment variable. The server also reads its key from it, unless `--api-key` is given."""
 
 
 def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Requests to vLLM's own routes carry `VLLM_API_KEY`, if it is set; requests to `/bridge/*` carry the token from the
 manifest. A client that has a token sends it to vLLM's own routes too, in a separate header: a patched vLLM then knows
-that a change of its adapters comes from the trainer that holds the lease. Proxy settings are ignored.
+that a change to its adapters comes from the trainer that holds the lease. Proxy settings are ignored.
 """
 
 import functools
@@ -27,21 +27,21 @@ CONFLICT = 409
 LOCKED = (401, 403)
 """Statuses of a request with the wrong key."""
 CONNECT_LIMIT_S = 15.0
-"""Connect timeout: the kernel of a running host accepts a connection at once."""
+"""Connect timeout: the kernel of a running host accepts a connection immediately."""
 CONTROL_LIMIT_S = 30.0
 """Timeout of a call that takes a healthy server milliseconds. vLLM's API server survives a killed engine: without a
 timeout the call would block forever, inside the fence, where Ctrl-C is held back."""
 SCAN_LIMIT_S = 60.0
 """Timeout of a scan of all weights."""
 RETURN_LIMIT_S = 5.0
-"""Timeout for returning the lease, which also ends with this process."""
+"""Timeout for returning the lease, which also expires when this process exits."""
 KEEPALIVE_S = 2.0
-"""Idle time after which a connection is not reused: vLLM closes it after 5 s, and a call just then would be lost."""
-_tls = functools.cache(httpx.create_ssl_context)  # slow: one for all clients
+"""Idle time after which a connection is not reused: vLLM closes it after 5 s, and a request at that moment is lost."""
+_tls = functools.cache(httpx.create_ssl_context)  # slow, so all clients share one
 
 
 class Authorization(httpx.Auth):
-    """Adds the token to requests to Bridge's own routes, and to all others the URL's credentials or the API key."""
+    """Adds the token to requests to Bridge's own routes; to all others, the API key or the URL's credentials."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
@@ -53,7 +53,7 @@ class Authorization(httpx.Auth):
             request.headers.update(api_key.headers())
             if self._token is not None:
                 request.headers[protocol.TOKEN_HEADER] = self._token
-            if request.url.userinfo:  # of a proxy; httpx leaves it to an Auth if there is one
+            if request.url.userinfo:  # a proxy's; httpx leaves them to a custom Auth
                 yield from httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request)
                 return
         yield request
@@ -68,7 +68,7 @@ def open_http(url: str, *, token: str | None = None, timeout_s: float = CONTROL_
 
 
 def open_async_http(*, timeout_s: float | None = None) -> httpx.AsyncClient:
-    """Open connections to any servers, by default with a timeout for connecting alone."""
+    """Open connections to any servers; by default, only connecting has a timeout."""
     return httpx.AsyncClient(**_options(AsyncLimitedTransport, None, timeout_s))
 
 
@@ -89,9 +89,9 @@ class ServedModel(BaseModel):
 
     id: str
     owned_by: str | None = None
-    """Owner that the server reports: `vllm`, unless a proxy answers for itself."""
+    """Owner that the server reports: `vllm`, unless a proxy sends its own answer."""
     max_model_len: Annotated[int, Field(lt=2**53)] | None = None
-    """Longest sequence in tokens; vLLM reports it, for models only."""
+    """Longest sequence in tokens; vLLM reports it for models, not for adapters."""
 
     @field_validator("max_model_len")
     @classmethod
@@ -108,8 +108,8 @@ class ServedModels(BaseModel):
 class VllmClient:
     """vLLM's own routes for health, models and adapters.
 
-    Every call raises ServerUnreachableError if the server does not answer or answers nonsense, and UsageError if it
-    rejects the API key.
+    Every call raises ServerUnreachableError if the server does not answer or its answer makes no sense, and
+    UsageError if it rejects the API key.
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = CONTROL_LIMIT_S) -> None:
@@ -129,7 +129,7 @@ class VllmClient:
     def check_health(self) -> None:
         """Raise ServerUnreachableError if the server reports that it is unhealthy; UsageError if no key can be sent."""
         api_key.headers()
-        with suppress(UsageError):  # a proxy may lock this route alone
+        with suppress(UsageError):  # a proxy may require a key for this route only
             response = self._send("GET", "/health", limit_s=self._control_limit_s)
             if response.is_server_error:
                 raise unreachable(self.url, f"/health answered {response.status_code}")
@@ -139,7 +139,7 @@ class VllmClient:
         return self._answer("GET", "/v1/models", ServedModels, limit_s=self._control_limit_s).data
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Serve the adapter in `folder` as `name`; UsageError if the server takes no adapters, or not this one."""
+        """Serve the adapter in `folder` as `name`; UsageError if the server does not accept it, or any adapter."""
         self._change_adapters("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, limit_s=None)
 
     def unload_adapter(self, name: str) -> None:
@@ -201,29 +201,29 @@ class VllmClient:
 
 
 class BridgeClient(VllmClient):
-    """The routes under `/bridge/*` as well, for one trainer and one server.
+    """Adds the routes under `/bridge/*`, for one trainer and one server.
 
-    Every call may raise AttachError too, with the server's own message if it refuses, or FenceBusyError if the same
-    call may succeed soon.
+    Every call may also raise AttachError, with the server's own message, if the server refuses it, or FenceBusyError if
+    the same call may succeed soon.
     """
 
     def __init__(
         self, manifest: Manifest, *, timeout_s: float, url: str | None = None, holder: Holder | None = None
     ) -> None:
-        """Connect for `holder`, by default this process alone."""
+        """Connect on behalf of `holder`, by default only this process."""
         super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
         self._holder = holder or Holder.current()
         self._name = secrets.token_hex(8)
-        """Distinguishes this client from others of the holder."""
+        """Distinguishes this client from other clients of the same holder."""
         self._pid = os.getpid()
         self._leased = False
         self._paused_at: int | None = None
         """The version served when this client last paused the server."""
 
     def close(self) -> None:
-        """Return the lease if this client took it, and close the connections; a forked process closes them alone."""
+        """Return the lease if this client took it, and close the connections; a forked process only closes them."""
         if self._leased and self._pid == os.getpid():
-            with suppress(BridgeError):  # a dead server has no lease, and the end of this process frees any other
+            with suppress(BridgeError):  # a dead server has no lease, and any other expires when this process exits
                 self._control("DELETE", "/bridge/lease", limit_s=min(RETURN_LIMIT_S, self._control_limit_s))
         self._leased = False
         super().close()
@@ -253,12 +253,12 @@ class BridgeClient(VllmClient):
         return paused
 
     def publish(self, version: int | None = None) -> Status:
-        """Make what was written the next version, or `version` if that is later, and resume generation."""
+        """Publish what was written as the next version, or as `version` if that is higher, and resume generation."""
         body = protocol.PublishRequest(holder=self._holder, after=self._paused_at, version=version)
         return self._control("POST", "/bridge/publish", body)
 
     def resume(self) -> Status:
-        """Resume generation with the same version: nothing was written."""
+        """Resume generation with the same version, since nothing was written."""
         return self._control("POST", "/bridge/resume")
 
     def finiteness(self) -> protocol.Finiteness:
@@ -280,22 +280,22 @@ class BridgeClient(VllmClient):
         return self._answer("POST", "/bridge/tensors/read", protocol.Values, body).values
 
     def write(self, elements: tuple[protocol.Element, ...], values: tuple[float, ...]) -> None:
-        """Let the server set `elements`; only inside the fence."""
+        """Let the server set `elements`; only allowed inside the fence."""
         body = protocol.WriteRequest(holder=self._holder, elements=elements, values=values)
         self._answer("POST", "/bridge/tensors/write", Status, body)
 
     def load_into_slot(self, folder: Path) -> int:
-        """Let the server load the adapter in `folder` into a slot that does not move, and return the slot."""
-        self.unload_earlier_adapters()  # or there may be no free slot
+        """Let the server load the adapter in `folder` into a pinned slot, and return the slot."""
+        self.unload_earlier_adapters()  # otherwise there may be no free slot
         return self.adapter(protocol.ADAPTER, folder)
 
     def adapter(self, name: str, folder: Path) -> int:
-        """Let the server load an adapter into such a slot under another name, and return the slot."""
+        """Let the server load an adapter into a pinned slot as `name`, and return the slot."""
         body = protocol.AdapterRequest(holder=self._holder, name=name, path=str(folder.absolute()))
         return self._answer("POST", "/bridge/adapter", protocol.AdapterSlot, body).slot
 
     def release_adapter(self) -> None:
-        """Let the server remove the adapter from its slot, if there is one."""
+        """Let the server remove the adapter from its slot, if one is loaded."""
         self._control("DELETE", "/bridge/adapter")
 
     def _control(self, method: str, route: str, body: BaseModel | None = None, limit_s: float | None = None) -> Status:
@@ -309,7 +309,7 @@ def max_model_len(url: str) -> int | None:
         with VllmClient(url) as server:
             lengths = [model.max_model_len for model in server.models() if model.max_model_len]
     except (ServerUnreachableError, UsageError):
-        return None  # the first rollout fails the same way, and reports it
+        return None  # the first rollout fails the same way and reports the error
     return min(lengths, default=None)
 
 
@@ -324,7 +324,7 @@ def error_message(response: httpx.Response) -> str:
     """Return the server's own error message on one line, truncated."""
     words = response.text
     with suppress(ValueError, KeyError, TypeError):
-        fault = response.json()["error"]  # of vLLM's routes for development, a text
+        fault = response.json()["error"]  # a plain string on vLLM's development routes
         words = fault if isinstance(fault, str) else str(fault["message"])
     return " ".join(words.split())[:300]
 
@@ -338,8 +338,8 @@ def key_rejected(url: str, response: httpx.Response) -> UsageError:
 
 
 def unreachable(url: str, reason: str) -> ServerUnreachableError:
-    """Return the error for a server that does not answer, or answers nonsense."""
+    """Return the error for a server that does not answer, or whose answer makes no sense."""
     return ServerUnreachableError(
         f"the server at {url} does not answer as expected ({reason})",
-        hint="look into its log, and restart it with: bridge serve-vllm --model MODEL",
+        hint="check its log, and restart it with: bridge serve-vllm --model MODEL",
     )

@@ -1,8 +1,9 @@
-"""Find the running servers of this user by their processes: environment and working folder lead to the manifest.
+"""Find this user's running servers: the environment and working directory of each process lead to its manifest.
 
-A process that became a server after its start (`bridge/processes/preload.py`) keeps a file in memory open for it.
+A process that became a server after it started (`bridge/processes/preload.py`) publishes its variables in an open memfd
+instead.
 
-Servers of other users and containers are not found.
+Servers of other users or in other containers are not found.
 """
 
 import fcntl
@@ -19,23 +20,23 @@ from bridge.server import manifest as manifests
 from bridge.server.manifest import MANIFEST_NAME, Manifest
 
 SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"
-"""The variable that enables our plugins, which otherwise do nothing when vLLM loads them."""
+"""Environment variable that enables Bridge's plugins, which otherwise do nothing when vLLM loads them."""
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
-"""Environment variable with the manifest's path, if it is not the default."""
+"""Environment variable for a manifest path other than the default."""
 FOLDER = "LOGDIR"
 MEMORY_FILE = "bridge-server-variables"
-"""Name of the file in memory with the variables that `/proc/PID/environ` lacks."""
+"""Name of the memfd with the variables that `/proc/PID/environ` lacks."""
 MAX_BYTES = 2**16
-"""Read of that file: any process may have one of this name."""
+"""Most bytes to read from that file: any process can create one with this name."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-"""Seals of a complete file in memory (memfd)."""
+"""Seals of a completely written memfd."""
 
 
 def running() -> dict[Path, Manifest]:
     """Return the manifest of each running server of this user, by its path."""
     servers = {}
     for process in psutil.process_iter():
-        # it has ended, has no manifest, or names one that cannot be a path
+        # it has exited, has no manifest, or names an invalid path
         with suppress(psutil.Error, OSError, ManifestError, ValueError):
             if process.uids().effective == os.geteuid() and (path := _manifest_path(process)):
                 manifest = manifests.read(path)
@@ -45,9 +46,9 @@ def running() -> dict[Path, Manifest]:
 
 
 def find(given: Path | None = None) -> Path:
-    """Return the manifest's path as `manifest.find` does, or else that of the only running server.
+    """Return the manifest's path as `manifest.find` does; if it finds none, that of the only running server.
 
-    ManifestError if there is none, or several servers.
+    ManifestError if there is no server, or more than one.
     """
     try:
         return manifests.find(given)
@@ -64,23 +65,23 @@ def find(given: Path | None = None) -> Path:
 
 
 def choice(path: Path, manifest: Manifest) -> str:
-    """Return the flag that chooses the server of `manifest`, and a description of the server."""
+    """Return the flag that selects the server of `manifest`, with a description of the server."""
     return f"--vllm-config-path {path} ({manifest.model}, pid {manifest.server.pid})"
 
 
 def publish_variables(environment: Mapping[str, str]) -> None:
-    """Show what leads to this process' manifest, which was not known when the process started."""
+    """Publish the variables that lead to this process's manifest, which were not set when the process started."""
     names = (SWITCH, MANIFEST_PATH, FOLDER)
     content = json.dumps({name: environment[name] for name in names if name in environment})
-    file = os.memfd_create(MEMORY_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # open as long as the process lives
+    file = os.memfd_create(MEMORY_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # stays open until the process exits
     os.write(file, content.encode())
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
 
 
 def _variables(process: psutil.Process) -> dict[str, str]:
-    """Return the environment of a process, or what it published."""
+    """Return the variables that a process published, otherwise its environment."""
     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
+        with suppress(FileNotFoundError):  # it was closed in the meantime
             is_named = str(descriptor.readlink()).startswith(f"/memfd:{MEMORY_FILE}")
             if is_named and (published := _published(descriptor)) is not None:
                 return published
@@ -88,7 +89,7 @@ def _variables(process: psutil.Process) -> dict[str, str]:
 
 
 def _published(path: Path) -> dict[str, str] | None:
-    """Return what `publish_variables` wrote; None if this is not, or not yet, such a file."""
+    """Return what `publish_variables` wrote; None if this is not such a file, or is not complete yet."""
     with path.open("rb") as file:
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
             return None

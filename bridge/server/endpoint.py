@@ -9,14 +9,14 @@ class Endpoint:
 
     url: str
     model: str | None = None
-    """The name in a request; None: the first that the server lists."""
+    """Model name to request; None: the first model that the server lists."""
     version: int | None = None
     """Version of the weights behind it, for a server that does not report one; None: the server reports it."""
     kv_tokens: int | None = None
-    """Tokens that its KV cache holds; None: unknown."""
+    """Capacity of its KV cache in tokens; None: unknown."""
     reports_experts: bool = False
-    """Whether requests ask it for the experts that each token was sent to."""
+    """Whether requests ask for the experts that each token was routed to."""
     starts: int = 0
-    """How often this run has started the server again: what was in flight before is lost."""
+    """Number of times this run has restarted the server; each restart loses the in-flight requests."""
     others: "tuple[Endpoint, ...]" = ()
-    """Other servers with the same weights."""
+    """Further servers with the same weights."""

@@ -3,7 +3,7 @@
     pause      the scheduler stops, every rank's device is idle, the prefix cache is dropped
     prepare    optional: the caller computes, in the KV cache's memory if the cache sleeps
     write      the caller writes; the fence waits for its device
-    publish    the version goes up, generation resumes
+    publish    the version is incremented, generation resumes
 
 As code:
 
@@ -16,9 +16,9 @@ As code:
 Only the process that holds the server's lease may write. A process that only reads, such as `bridge verify` during
 training, may hold the fence too; the next process waits for it.
 
-Ctrl-C acts at once while the caller prepares: nothing has been written, and the server resumes unchanged. Anywhere else
-in the window it is deferred, so an interrupt never leaves half-written weights. An error during the write leaves the
-server paused, and torn once this process has ended: half-written weights are never served.
+Ctrl-C takes effect immediately while the caller prepares: nothing has been written, and the server resumes unchanged.
+Anywhere else in the window it is deferred, so an interrupt never leaves half-written weights. An error during the
+write leaves the server paused, and torn once this process has exited: half-written weights are never served.
 """
 
 import time
@@ -42,25 +42,25 @@ BUSY_LIMIT_S = 120.0
 """Longest wait for another process to leave the fence: `bridge verify` computes a digest of every weight inside it."""
 BUSY_POLL_S = 0.1
 LET_GO_LIMIT_S = 10.0
-"""Longest wait for the other parts of a replica to free the KV cache's memory after an update failed."""
+"""Longest wait for the other ranks of a replica to free the KV cache's memory after a failed update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One change of what is served."""
+    """One update of the served weights."""
 
     sleep: bool = False
-    """Give the caller the KV cache's memory, which must be free again at the end."""
+    """Lend the caller the KV cache's memory, which must be free again at the end."""
     last_checkpoint: Path | None = None
     """Checkpoint that repairs the server if this process dies while it writes."""
     is_last: bool = False
-    """No request follows: a mode that restarts its server does not."""
+    """Whether no more requests follow, so that a mode that restarts its server need not do so."""
     version: int | None = None
-    """Publish as this version, or as the next one if that is later; None: as the next one."""
+    """Publish as this version, or as the next one if that is higher; None: as the next one."""
     takeover: bool = False
-    """Everything is written, so that a torn server may be repaired."""
+    """Whether all weights are rewritten, which allows the update to repair a torn server."""
     in_flight: InFlight | None = None
-    """Keep, drain or abort in-flight requests; None: as the run chose."""
+    """Keep, drain or abort in-flight requests; None: the run's own setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class FenceTimes:
     version: int
     """The published version."""
     pause_s: float
-    """Seconds until the server had stopped."""
+    """Seconds until the server was paused."""
     prepare_s: float = 0.0
     write_s: float
     publish_s: float
@@ -78,31 +78,31 @@ class FenceTimes:
 
 
 class Pausable(Protocol):
-    """What an update pauses: one server, or all servers that get the same weights."""
+    """One server, or all servers that get the same weights, as paused by an update."""
 
     def pause(self) -> None: ...
 
     def resume(self, error: BaseException | None = None) -> None:
-        """Serve the same weights again; `error` ended the update before anything was written."""
+        """Resume serving the same weights; `error` ended the update before anything was written."""
 
 
 class Window:
     """An open fence: the block may write, and an error in it leaves the server torn."""
 
     times: FenceTimes
-    """Known once the update is published."""
+    """Set once the update is published."""
 
     def __init__(self, paused: float, server: Pausable | None, ranks: Ranks) -> None:
         self.paused = paused
         self.prepared = paused
         self.is_resumed = False
-        """Whether an error came before anything was written, and the server serves the same weights again."""
+        """Whether an error occurred before anything was written, and the server has resumed with the same weights."""
         self._server = server
         self._ranks = ranks
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Compute before anything is written: an error lets the server resume unchanged, Ctrl-C acts at once."""
+        """Compute before anything is written: after an error the server resumes unchanged; Ctrl-C is not deferred."""
         try:
             with acting_interrupt():
                 yield
@@ -125,13 +125,13 @@ def publish(
     writes: Written = "weights",
     ranks: Ranks = ALONE,
 ) -> AbstractContextManager[Window]:
-    """Pause the server, let the block write, and publish; requests kept in flight may keep their keys and values, too.
+    """Pause the server, let the block write, and publish; with `keep_kv`, in-flight requests keep their KV cache.
 
-    The server refuses if it does not serve version `served`; None: any. Several ranks are inside together: none writes
-    before all servers are paused, and none publishes before all have written. The first part of each replica alone has
-    a `client`.
+    The server refuses if it does not serve version `served`; None: any. All ranks enter the fence together: none writes
+    before all servers are paused, and none publishes before all have written. Only the first rank of each replica has a
+    `client`.
 
-    AttachError if the server refuses the fence, or has no memory for its KV cache afterwards; ServerUnreachableError if
+    AttachError if the server refuses the fence, or has no memory for its KV cache afterward; ServerUnreachableError if
     it does not answer.
     """
 
@@ -153,7 +153,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _Server:
-    """The server of one update. Without a client, another part of the replica talks to it."""
+    """The server of one update. Without a client, another rank of the replica calls it."""
 
     client: BridgeClient | None
     send_pause: Callable[[BridgeClient], Status]
@@ -169,9 +169,9 @@ class _Server:
         return 0 if self.client is None else self.client.publish(self.update.version).version
 
     def resume(self, error: BaseException | None = None) -> None:
-        """Resume with the same version, once the memory is free that the KV cache needs."""
+        """Resume with the same version, after freeing the memory that the KV cache needs."""
         if self.update.sleep:
-            while error is not None:  # the local variables of every frame it passed through hold the memory to free
+            while error is not None:  # local variables of the traceback's frames hold the memory to free
                 traceback.clear_frames(error.__traceback__)
                 error = error.__context__
         _free_memory(self.update)
@@ -185,8 +185,8 @@ def run(
 ) -> Iterator[Window]:
     """Run and time the block between the pause of `server` and `publish`, which returns the new version.
 
-    Without `server` none is paused: only this process holds the weights. Of a replica's parts, what the first one's
-    `publish` returns counts.
+    Without `server`, nothing is paused, since only this process holds the weights. Within a replica, the version that
+    the first rank's `publish` returns is used.
     """
     with deferred_interrupt(), ranks.in_fence():
         start = paused = time.perf_counter()
@@ -198,7 +198,7 @@ def run(
             yield window
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
-            _free_memory(update)  # before any server wakes its KV cache: it lies on several ranks' GPUs
+            _free_memory(update)  # before any server wakes its KV cache, which is on several ranks' GPUs
         written = time.perf_counter()
         versions = ranks.one_per_replica(ranks.run_and_gather(publish))
         version = versions[ranks.dp_rank]
@@ -215,14 +215,14 @@ def run(
 
 def _free_memory(update: Update) -> None:
     if update.sleep:
-        torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
+        torch.cuda.empty_cache()  # the KV cache needs the memory that the allocator would keep
 
 
 @contextmanager
 def frozen(client: BridgeClient) -> Iterator[bool]:
-    """Pause the server without publishing; yield whether the block may write, if it restores what it found.
+    """Pause the server without publishing; yield whether the block may write, provided that it undoes its changes.
 
-    While another process holds the lease, it may only read: that process may compute with the weights at any time.
+    While another process holds the lease, the block may only read: that process may use the weights at any time.
     """
 
     def pause(client: BridgeClient) -> Status:
@@ -242,7 +242,7 @@ def frozen(client: BridgeClient) -> Iterator[bool]:
 
 
 def when_free(call: Callable[[], Status]) -> Status:
-    """Retry `call` while another process holds the fence, up to `BUSY_LIMIT_S`; an interrupt acts while it waits."""
+    """Retry `call` while another process holds the fence, up to `BUSY_LIMIT_S`; Ctrl-C is not deferred meanwhile."""
     return _retry(call, FenceBusyError, limit_s=BUSY_LIMIT_S, wait=acting_interrupt)
 
 
@@ -253,7 +253,7 @@ def _retry(
     limit_s: float,
     wait: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Status:
-    """Retry `call` while the server refuses it in this way, up to `limit_s`, and wait in the context `wait`."""
+    """Retry `call` while the server refuses it with `refusal`, up to `limit_s`; wait within the context `wait`."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -266,12 +266,12 @@ def _retry(
 
 
 def pause_when_free(client: BridgeClient, pause: Callable[[BridgeClient], Status]) -> Status:
-    """Make the call `pause` as soon as no other process holds the fence; a failed call leaves the server serving."""
+    """Call `pause` as soon as no other process holds the fence; if the call fails, the server keeps serving."""
     try:
         return when_free(partial(pause, client))
     except AttachError:  # refused
         raise
-    except Exception:  # the server may have paused all the same, and nothing is written yet
+    except Exception:  # the server may have paused anyway, and nothing is written yet
         with suppress(BridgeError):
             client.resume()
         raise

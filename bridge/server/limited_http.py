@@ -1,6 +1,6 @@
-"""Limit what an HTTP client reads: the size of an answer, and the time until it has come whole.
+"""Limit the size of an HTTP response, and the time until it is complete.
 
-httpx limits the wait for each piece alone: a server that sends forever, or a byte a second, would never end.
+httpx limits only the wait for each chunk: reading from a server that sends forever, or a byte a second, never ends.
 """
 
 import time
@@ -11,16 +11,16 @@ from typing import Any
 import httpx
 
 MAX_BYTES = 2**26
-"""Largest answer about the server: the longest known, digests of all weights, have a few MiB."""
+"""Largest response of a control route; the longest one, digests of all weights, has a few MiB."""
 MAX_SAMPLED_BYTES = 2**33
-"""Largest answer with completions: with the experts of every token, those of a large group have a few GiB."""
+"""Largest response with completions; those of a large group, with the experts of every token, have a few GiB."""
 IDENTITY = "identity"
 
 
 class LimitedTransport(httpx.BaseTransport):
-    """Raises a `httpx.TransportError` for an answer that is too large, too slow or compressed.
+    """Raises an `httpx.TransportError` for a response that is too large, too slow or compressed.
 
-    The request's read timeout limits the whole answer.
+    The request's read timeout applies to the response as a whole.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, **options: Any) -> None:
@@ -38,7 +38,7 @@ class LimitedTransport(httpx.BaseTransport):
 
 
 class AsyncLimitedTransport(httpx.AsyncBaseTransport):
-    """Limits the answers of an asynchronous client."""
+    """Limits the responses to an asynchronous client."""
 
     def __init__(self, max_bytes: int = MAX_SAMPLED_BYTES, **options: Any) -> None:
         self._inner = httpx.AsyncHTTPTransport(**options)
@@ -55,7 +55,7 @@ class AsyncLimitedTransport(httpx.AsyncBaseTransport):
 
 
 class _Limits:
-    """Limits of one answer."""
+    """Limits of one response."""
 
     def __init__(self, request: httpx.Request, max_bytes: int) -> None:
         request.headers["accept-encoding"] = IDENTITY
@@ -66,15 +66,17 @@ class _Limits:
 
     def check_encoding(self, response: httpx.Response) -> None:
         encoding = response.headers.get("content-encoding", IDENTITY)
-        if encoding != IDENTITY:  # a small one may be of any size
-            raise httpx.RemoteProtocolError(f"the answer is compressed ({encoding[:20]}), although none was asked for")
+        if encoding != IDENTITY:  # a small one may decompress to any size
+            raise httpx.RemoteProtocolError(
+                f"the response is compressed ({encoding[:20]}), but compression was not requested"
+            )
 
     def add(self, piece: bytes) -> bytes:
         self._num_bytes += len(piece)
         if self._num_bytes > self._max_bytes:
-            raise httpx.ReadError(f"the answer has more than {self._max_bytes >> 20} MiB")
+            raise httpx.ReadError(f"the response has more than {self._max_bytes >> 20} MiB")
         if self._limit_s is not None and time.monotonic() - self._began > self._limit_s:
-            raise httpx.ReadTimeout(f"no whole answer within {self._limit_s:g} s")
+            raise httpx.ReadTimeout(f"no complete response within {self._limit_s:g} s")
         return piece
 
 

@@ -25,9 +25,9 @@ DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  documented; a manife
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
 REWRITTEN = "restart the server, which rewrites it"
 KEYS = {"ipc_handles", "param_mappings", "single_copy_enabled"}
-"""Keys of a manifest of any version of Bridge. A file that has all of them may be replaced."""
+"""Keys that every version of Bridge writes to a manifest. A file that has all of them may be replaced."""
 Dtype = Annotated[str, Field(pattern="^(bfloat16|float16|float32|float64)$")]
-"""torch's name of an element type that can be trained."""
+"""torch's name for a trainable dtype."""
 
 
 class Record(BaseModel):
@@ -37,18 +37,18 @@ class Record(BaseModel):
 
 
 class View(Record):
-    """A Hugging Face parameter inside one of vLLM's parameters, whole or as a slice of a fused one."""
+    """A Hugging Face parameter inside one of vLLM's parameters: all of it, or a slice of a fused one."""
 
     parameter: str
-    """vLLM's name of the parameter that holds it."""
+    """vLLM's name for the parameter that holds it."""
     offset: int = Field(ge=0)
     """Offset of the view's first element in the parameter, in elements."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: tuple[int, ...] = ()
-    """Shape of the whole Hugging Face parameter if this is one rank's part of it; empty: it is all of it."""
+    """Shape of the full Hugging Face parameter if this view is one rank's part of it; empty: the view is all of it."""
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Per axis, the indices of the whole that the part has: runs (start, length), in their order here; empty: all."""
+    """Indices of the full parameter that are in this part, as runs (start, length) for each axis; empty: all."""
 
 
 class Handle(Record):
@@ -66,7 +66,7 @@ class Handle(Record):
 
 
 class CudaHandle(Handle):
-    """A parameter in GPU memory: the eight items of torch's IPC tuple, and the parameter's place in the storage."""
+    """A parameter in GPU memory: the eight items of torch's IPC tuple, and where the parameter is in the storage."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
     device_index: int
@@ -93,9 +93,9 @@ AnyHandle = Annotated[CudaHandle | SharedMemoryHandle, Field(discriminator="kind
 
 
 class LoraSlot(Record):
-    """vLLM's LoRA slots of one Hugging Face module; an adapter in slot `i` is element `i` of both tensors.
+    """vLLM's LoRA slots for one Hugging Face module; an adapter in slot `i` is element `i` of both tensors.
 
-    Of an adapter's whole matrices a rank holds the columns of A and the rows of B that it holds of the module's weight
+    A rank holds the same columns of A and the same rows of B as it holds of the module's weight
     (`Shard.param_mappings`).
     """
 
@@ -111,32 +111,32 @@ class Shard(Record):
 
     rank: int
     gpu_uuid: str | None
-    """UUID of the GPU that holds it; None on the CPU."""
+    """UUID of the GPU that holds the shard; None on the CPU."""
     model_class: str = ""
-    """vLLM's class of the model; empty in manifests of older versions."""
+    """vLLM's class for the model; empty in manifests of older versions."""
     ipc_handles: dict[str, AnyHandle]
     """vLLM's parameters by vLLM's name."""
     param_mappings: dict[str, View]
     """Hugging Face parameter -> where it is."""
     padding: dict[str, Annotated[int, Field(ge=0)]]
-    """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
+    """vLLM's parameter -> number of elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
     quantized: dict[str, Quantization] = {}
-    """vLLM's parameter -> how it is served; its handle opens what that is made from."""
+    """vLLM's parameter -> how it is quantized for serving; its handle opens the unquantized weight."""
     lora_slots: dict[str, LoraSlot] = {}
-    """Module, such as `model.layers.0.self_attn.q_proj` or `...experts.lora.up_proj` -> slots of the plain layout."""
+    """Module, such as `model.layers.0.self_attn.q_proj` or `...experts.lora.up_proj` -> its LoRA slots."""
 
 
 class Manifest(Shard):
-    """One server, and what each of its ranks exports: the document has the fields of rank 0 at its top."""
+    """One server, and what each of its ranks exports; the fields of rank 0 are at the top level."""
 
     other_shards: tuple[Shard, ...]
     """Shards of the ranks after the first, in order."""
     schema_version: Literal[2] = SCHEMA_VERSION
     """Format of the file."""
     model: str
-    """The model as it was given to vLLM: a folder or a hub name."""
+    """The model argument that vLLM got: a folder or a hub name."""
     dtype: Dtype
-    """torch's name of the weights' element type."""
+    """torch's name for the weights' dtype."""
     backend: Literal["cuda_ipc", "shared_memory"]
     """How handles are opened."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -144,21 +144,21 @@ class Manifest(Shard):
     tp_degree: int = Field(ge=1)
     """Number of tensor-parallel ranks."""
     dp_shard_degree: int = Field(ge=1)
-    """Number of data-parallel shards; 1 unless several engines share the data."""
+    """Number of data-parallel shards; 1 unless several engines split the requests."""
     num_params: int = Field(ge=1)
-    """Elements of all Hugging Face parameters on all ranks together, without padding."""
+    """Total number of elements of the Hugging Face parameters on all ranks, without padding."""
     param_names: tuple[str, ...]
-    """The Hugging Face parameters, sorted."""
+    """Names of the Hugging Face parameters, sorted."""
     shared_weights_enabled: bool
     single_copy_enabled: bool
     """Both are true in every manifest that Bridge writes."""
     host: str
-    """The server's host name, for messages."""
+    """The server's host name, used in messages."""
     boot_id: str
     server: ProcessIdentity
     """The API server's process."""
     url: Urls = Field(pattern=r"^https?://[^/\s]+:\d{1,5}$")
-    """Address of the server."""
+    """URL of the server."""
     token: str = Field(pattern=r"^[!-~]+$", repr=False)
     """Bearer token for `/bridge/*`."""
     versions: dict[str, str]
@@ -166,7 +166,7 @@ class Manifest(Shard):
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """All shards, in the order of ranks."""
+        """All shards, in rank order."""
         return (self, *self.other_shards)
 
 
@@ -177,7 +177,7 @@ def search_path() -> tuple[Path, ...]:
 
 
 def resolve_path(given: Path | None) -> Path:
-    """Turn `--vllm-config-path` into the file to read or write: a folder means the file in it, None the default."""
+    """Resolve `--vllm-config-path` to a file: a folder means the manifest in it, None the default path."""
     if given is None:
         return search_path()[0]
     with _one_line_errors(given):
@@ -185,7 +185,7 @@ def resolve_path(given: Path | None) -> Path:
 
 
 def find(given: Path | None = None) -> Path:
-    """Return the path of the manifest to use, or raise ManifestError; a given path is the only one that is tried."""
+    """Return the path of the manifest to use, or raise ManifestError; if `given`, no other path is tried."""
     paths = search_path() if given is None else (resolve_path(given),)
     for path in paths:
         with _one_line_errors(path):
@@ -206,7 +206,7 @@ def load(given: Path | None = None) -> Manifest:
 
 
 def read(path: Path) -> Manifest:
-    """Read and validate the manifest at `path`, whose server may have ended; ManifestError if it cannot be used."""
+    """Read and validate the manifest at `path`, whose server may have exited; ManifestError if it cannot be used."""
     try:
         document = json.loads(_content(path))
     except (ValueError, RecursionError) as error:
@@ -230,7 +230,7 @@ def read(path: Path) -> Manifest:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise ManifestError(
             f"{path} is not a valid manifest: {first_few(faults)}",
-            hint=f"it was edited, or written by another version of Bridge: {REWRITTEN}",
+            hint=f"it was edited, or written by a different version of Bridge: {REWRITTEN}",
         ) from error
 
 
@@ -242,11 +242,11 @@ def check_server(manifest: Manifest, path: Path) -> None:
         raise ManifestError(f"{path} cannot be used here: it was written {origin}", hint=START_SERVER)
     if not manifest.server.is_visible():
         raise ManifestError(
-            f"{path} was written in another PID namespace (a container?) by pid {manifest.server.pid}",
+            f"{path} was written in a different PID namespace (a container?) by pid {manifest.server.pid}",
             hint="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
         )
     if not manifest.server.is_alive():
-        message = f"{path} is stale: its server, pid {manifest.server.pid}, is gone"
+        message = f"{path} is stale: its server, pid {manifest.server.pid}, has exited"
         raise ManifestError(message, hint=f"remove the file or {START_SERVER}")
 
 
@@ -261,7 +261,7 @@ def write(manifest: Manifest, path: Path) -> None:
     try:
         atomic_file.replace(path, manifest.model_dump_json(indent=1).encode(), mode=0o600)
     except UsageError as error:
-        hint = f"make room for it in {path.parent}, or choose another place with --vllm-config-path"
+        hint = f"make room for it in {path.parent}, or choose another path with --vllm-config-path"
         raise ManifestError(error.message, hint=hint) from error
 
 
@@ -272,8 +272,8 @@ def refuse_other_file(path: Path) -> None:
         document = json.loads(_content(path))
     if os.path.lexists(path) and not (isinstance(document, dict) and document.keys() >= KEYS):
         raise ManifestError(
-            f"{path} is not a manifest of Bridge, and is kept",
-            hint=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
+            f"{path} is not a Bridge manifest, and was not overwritten",
+            hint=f"choose another path with --vllm-config-path, or remove it yourself: rm {path}",
         )
 
 
@@ -285,7 +285,7 @@ def remove_own(path: Path, server: ProcessIdentity) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """Return what is in the file. It is opened once: the file that was checked is the file that is read."""
+    """Return the content of the file. It is opened only once, so that the file read is the one that was checked."""
     with _one_line_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
         with os.fdopen(descriptor, "rb") as file:
@@ -313,5 +313,5 @@ def _one_line_errors(path: Path) -> Iterator[None]:
             raise ManifestError(message, hint=f"--vllm-config-path {os.path.realpath(path)}") from error
         raise ManifestError(
             f"cannot use the manifest {path}: {error.strerror}",
-            hint=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",
+            hint=f"ls -ld {path.parent} {path}; or choose another path with --vllm-config-path",
         ) from error

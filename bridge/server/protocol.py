@@ -1,4 +1,4 @@
-"""The messages between trainer and server under `/bridge/*`, and the request of a rollout for completions."""
+"""The messages between trainer and server under `/bridge/*`, and a rollout's request for completions."""
 
 import shlex
 from pathlib import Path
@@ -12,39 +12,39 @@ from bridge.server.manifest import Record
 
 VERSION_HEADER = "x-bridge-weight-version"
 """Response header of every generation: `3`, or `3-4` if the weights changed while it ran."""
-TOKEN_HEADER = "x-bridge-token"  # noqa: S105  a name
+TOKEN_HEADER = "x-bridge-token"  # noqa: S105  a header name
 """Request header for the manifest's token on vLLM's own routes, where `authorization` carries the server's key."""
 BRIDGE_ROUTES = "/bridge/"
 """Routes that take the manifest's token instead of the API key."""
 TRANSFER_FLAG = ("--weight-transfer-config", '{"backend": "nccl"}')
-"""Lets vLLM receive weights by its NCCL engine."""
+"""vLLM flag that lets it receive weights through its NCCL engine."""
 TRANSFER = "/bridge/transfer"
-"""The only one of them whose requests are not idempotent."""
+"""The only route under `BRIDGE_ROUTES` whose requests are not idempotent."""
 COMPLETIONS = "/v1/bridge/completions"
 """The route for rollouts. vLLM's `--api-key` guards everything under `/v1`."""
 ADAPTER = "bridge-adapter"
-"""The name of the trained adapter. If it is published by disk, a version follows."""
+"""Name of the trained adapter, with a version appended if it is published through disk."""
 SEED_LIMIT = 2**63
-"""vLLM keeps a seed in a signed 64-bit integer."""
+"""vLLM stores a seed in a signed 64-bit integer."""
 
 Version = Annotated[int, Field(ge=0, lt=2**53)]
-"""A version of the weights. Some readers of JSON cannot hold larger numbers exactly."""
+"""A version of the weights. Some JSON parsers cannot represent larger numbers exactly."""
 InFlight = Literal["keep", "wait", "abort"]
 """How a pause treats in-flight requests: freeze, drain or abort them."""
 FenceState = Literal["serving", "paused", "torn"]
-"""`torn`: a process died between pause and publication, and may have begun to write: every weight must be rewritten."""
+"""`torn`: a process died between pause and publication and may have written; all weights must be rewritten."""
 Written = Literal["weights", "adapter", "nothing"]
 """What the holder of the fence writes: model weights, an adapter in its slot, or nothing (it only reads)."""
 
 SentArray = tuple[Literal["bfloat16", "float16", "float32", "int64"], tuple[int, ...], Base64Bytes]
-"""A tensor: the type of a number, the shape, and all numbers."""
+"""A tensor: dtype, shape and values."""
 
 
 class Holder(Record):
-    """Processes that update or read a server as one: the ranks of a trainer, or a single process."""
+    """Processes that update or read a server as one unit: the ranks of a trainer, or a single process."""
 
     processes: tuple[ProcessIdentity, ...] = Field(min_length=1)
-    """The leader first. Each may make the holder's calls."""
+    """The processes, leader first. Each may call the server on the holder's behalf."""
 
     @classmethod
     def current(cls) -> Self:
@@ -52,11 +52,11 @@ class Holder(Record):
 
     @property
     def pid(self) -> int:
-        """The leader's process id, for messages."""
+        """The leader's process id, used in messages."""
         return self.processes[0].pid
 
     def is_visible(self) -> bool:
-        """Return whether the caller would notice the end of each process."""
+        """Return whether the caller would notice if any of the processes exited."""
         return all(process.is_visible() for process in self.processes)
 
     def all_alive(self) -> bool:
@@ -67,19 +67,19 @@ class Holder(Record):
 
 
 class Lease(Record):
-    """The right to update a server; one holder has it until it returns it or all of its processes end."""
+    """The right to update a server; a holder keeps it until it returns it or all of its processes exit."""
 
     holder: Holder
     run: str
-    """The run directory or the command, for messages."""
+    """The run directory or the command, used in messages."""
 
     @property
     def trainer(self) -> str:
-        """The holder, for messages."""
+        """Description of the holder for messages."""
         return f"trainer (pid {self.holder.pid}, run {self.run})"
 
     def refusal(self) -> AttachError:
-        """Return the error of another trainer that wants the server."""
+        """Return the error for a second trainer that requests the lease."""
         stop = f"stop it (kill -INT {self.holder.pid})"
         return AttachError(
             f"another {self.trainer} is updating this server",
@@ -93,40 +93,40 @@ class Capabilities(Record):
     can_sleep: bool = False
     """Whether a pause can free the KV cache."""
     kv_tokens: int | None = None
-    """Tokens that the KV cache holds; None: unknown."""
+    """Capacity of the KV cache in tokens; None: unknown."""
     can_keep_kv: bool = True
-    """Whether in-flight requests may keep their keys and values during an update."""
+    """Whether in-flight requests may keep their cached keys and values during an update."""
     experts: tuple[int, int] | None = None
-    """Number of layers for which it reports each token's experts, and experts per layer; None: it reports none."""
+    """(Layers for which the server reports each token's experts, experts per layer); None: it does not report them."""
     can_receive_weights: bool = False
-    """Whether it was started with vLLM's weight transfer by NCCL."""
+    """Whether it was started with vLLM's weight transfer over NCCL."""
 
 
 class Status(Capabilities):
-    """The answer of `GET /bridge/status`, and of every change of the fence."""
+    """The response to `GET /bridge/status`, and to every change of the fence."""
 
     model: str
-    """The model as it was given to vLLM."""
+    """The model argument that vLLM got."""
     version: int
-    """Version of the weights; each publication since the server loaded increments it."""
+    """Version of the weights; every publication increments it."""
     state: FenceState
     holder: Holder | None = None
     """The process that paused the server."""
     server: ProcessIdentity
     """The API server's process."""
     writes: Written = "weights"
-    """What the holder writes, or may have left half-written."""
+    """What the holder is writing, or may have left half-written."""
     last_checkpoint: str | None = None
-    """Absolute path of the last checkpoint that a writer named; None: none did since the server loaded."""
+    """Absolute path of the last checkpoint that a writer reported; None: none since the server started."""
     lease: Lease | None = None
-    """The lease of a running trainer; None: it is free."""
+    """The lease of a running trainer; None: no trainer holds it."""
 
     def refuse_torn(self) -> None:
         if self.state == "torn":
             raise AttachError(self.torn(), hint=self.hint())
 
     def torn(self) -> str:
-        """Return what is torn, and why."""
+        """Return a message that says what is torn, and why."""
         what = "adapter" if self.writes == "adapter" else "weights"
         writer = "the process" if self.holder is None else f"process {self.holder.pid}"
         return (
@@ -135,14 +135,14 @@ class Status(Capabilities):
         )
 
     def hint(self) -> str:
-        """Return the command that repairs what is torn, with the last checkpoint if it still exists."""
+        """Return the command that repairs the server, with the last checkpoint if it still exists."""
         last = self.last_checkpoint
         if last and Path(last).is_dir():
             return f"bridge restore {shlex.quote(last)}"
-        missing = f"{last} is gone; " if last else ""
+        missing = f"{last} no longer exists; " if last else ""
         if self.writes == "adapter":
             return f"bridge restore ADAPTER ({missing}any saved adapter with the same modules and rank works)"
-        first = f"for the first weights: bridge restore {shlex.quote(self.model)}"
+        first = f"for the initial weights: bridge restore {shlex.quote(self.model)}"
         return f"bridge restore CHECKPOINT ({missing}any folder with weights of this model works; {first})"
 
 
@@ -150,16 +150,16 @@ class HolderRequest(Record):
     """`DELETE /bridge/lease`, `DELETE /bridge/adapter`, and `POST /bridge/resume` if nothing was written."""
 
     holder: Holder
-    """The caller: who takes or has the lease, or pauses or paused the server."""
+    """The caller, which takes or holds the lease, or pauses or has paused the server."""
     client: str = ""
-    """Client within the holder's process, which may have several policies; empty: it has one."""
+    """Client within the holder's process, which may have several policies; empty if it has only one."""
 
 
 class LeaseRequest(HolderRequest):
     """`POST /bridge/lease`: become the only trainer that updates this server."""
 
     run: str
-    """The run directory or the command, for messages."""
+    """The run directory or the command, used in messages."""
 
 
 class PauseRequest(HolderRequest):
@@ -170,22 +170,22 @@ class PauseRequest(HolderRequest):
     in_flight: InFlight = "keep"
     """How the pause treats in-flight requests."""
     last_checkpoint: str | None = None
-    """The folder to restore if the holder dies; None: the one that an earlier writer named."""
+    """The folder to restore if the holder dies; None: the last one that an earlier writer reported."""
     writes: Written = "weights"
     """What the holder will write."""
     takeover: bool = False
-    """Take the fence although something is torn. Only for a caller that rewrites all of it."""
+    """Take the fence even if weights are torn. Only for a caller that rewrites all of them."""
     sleep: bool = False
     """Free the KV cache's memory until the server resumes."""
     keep_kv: bool = False
-    """Let frozen requests continue with the keys and values that they have; otherwise they compute them again."""
+    """Let frozen requests continue with their cached keys and values; otherwise vLLM recomputes these."""
 
 
 class PublishRequest(HolderRequest):
-    """`POST /bridge/publish`: what was written is the next version. A repetition does nothing."""
+    """`POST /bridge/publish`: publish what was written as the next version. Repeating the request has no effect."""
 
     after: Version | None = None
-    """The version that was served when the server paused; None: any, and this is not a repetition."""
+    """The version that was served when the server paused; None: any, and this request is not a repetition."""
     version: Version | None = None
     """The version to publish, or the next one if that is higher; None: the next one."""
 
@@ -194,9 +194,9 @@ class Element(Record):
     """One element of one of vLLM's parameters."""
 
     parameter: str
-    """vLLM's name of the parameter."""
+    """vLLM's name for the parameter."""
     index: int = Field(ge=0)
-    """Row-major index in the parameter."""
+    """Row-major index within the parameter."""
     part: int = Field(default=0, ge=0)
     """vLLM's tensor-parallel rank that holds the element."""
 
@@ -214,7 +214,7 @@ class WriteRequest(HolderRequest):
     elements: tuple[Element, ...]
     """Elements to write."""
     values: tuple[float, ...]
-    """One finite value per element, exactly representable in the parameter's type."""
+    """One finite value per element, exactly representable in the parameter's dtype."""
 
     @model_validator(mode="after")
     def _one_value_each(self) -> Self:
@@ -224,7 +224,7 @@ class WriteRequest(HolderRequest):
 
 
 class Values(Record):
-    """The answer to a read."""
+    """The response to a read request."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
@@ -233,17 +233,17 @@ class Values(Record):
 
 
 class Digests(Record):
-    """The answer of `GET /bridge/tensors/digest`."""
+    """The response to `GET /bridge/tensors/digest`."""
 
     digests: dict[str, str]
-    """vLLM's parameter -> digest on one rank (`rank_parts.digest`); `?quantized=true`: of the FP8 made of it."""
+    """vLLM's parameter -> digest on one rank (`rank_parts.digest`), or with `?quantized=true` that of its FP8 copy."""
 
 
 class Finiteness(Record):
-    """The answer of `GET /bridge/tensors/finite`."""
+    """The response to `GET /bridge/tensors/finite`."""
 
     num_tensors: int
-    """Parameters and matrices of adapter slots that were scanned."""
+    """Number of scanned tensors: parameters and matrices of adapter slots."""
     not_finite: tuple[str, ...]
     """Parameters that contain NaN or infinity."""
 
@@ -255,68 +255,68 @@ class Finiteness(Record):
 
 
 class AdapterRequest(HolderRequest):
-    """`POST /bridge/adapter`: serve an adapter from a slot that does not move, so that the caller can write it."""
+    """`POST /bridge/adapter`: serve an adapter from a pinned slot, so that the caller can write into it."""
 
     name: str = Field(min_length=1)
-    """The name that requests use as their model; an adapter that has it already is replaced."""
+    """Model name for requests; replaces an adapter that already has this name."""
     path: str = Field(pattern=r"^/[^\x00]+$")
-    """Folder with `adapter_config.json` on the server's host, absolute."""
+    """Absolute path of a folder with `adapter_config.json` on the server's host."""
 
 
 class AdapterSlot(Record):
-    """The answer to an `AdapterRequest`."""
+    """The response to an `AdapterRequest`."""
 
     slot: int = Field(ge=0)
     """Index in the manifest's `lora_slots`."""
 
 
 class CompletionsRequest(Record):
-    """`POST /v1/bridge/completions`: sample from the whole distribution, or from what filters keep of it."""
+    """`POST /v1/bridge/completions`: sample from the full distribution, or from the tokens that filters keep."""
 
     model: str
-    """The served model, or an adapter."""
+    """Name of the served model or of an adapter."""
     prompt: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
-    """Token ids, with every token of an image."""
+    """Token ids, including every token of an image."""
     images: dict[str, SentArray] = Field(default_factory=dict)
-    """Output of the model's processor for the images, by name."""
+    """Outputs of the model's image processor, by name."""
     n: int = Field(ge=1)
     """Number of completions."""
     max_tokens: int = Field(ge=1)
-    """Longest completion in tokens."""
+    """Maximum length of a completion in tokens."""
     temperature: float = Field(ge=0, allow_inf_nan=False)
     """Sampling temperature; 0: always the likeliest token."""
     top_k: int = Field(default=0, ge=0)
     """Keep this many of the likeliest tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the fewest of the likeliest tokens that have this probability together."""
+    """Keep the smallest set of likeliest tokens whose total probability reaches this value."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Keep the tokens that are at least this times as likely as the likeliest one."""
+    """Keep the tokens whose probability is at least this fraction of the likeliest token's."""
     experts: int | None = Field(default=None, ge=0)
-    """Report the experts of each token except the first `experts` ones of the prompt; None: report none."""
+    """Report the experts of every token except the first `experts` tokens of the prompt; None: report none."""
     prompt_logprobs: bool = False
-    """Report the log-probability of each token of the prompt, which is computed anew for each completion."""
+    """Report the log-probability of each prompt token, recomputed for each completion."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion, and stay part of it."""
+    """Strings that end a completion, and remain part of it."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Further tokens that end a completion, as its last one; special ones are no part of its text."""
+    """Further tokens that end a completion and are its last token; the text does not include special tokens."""
     seed: int | None = Field(default=None, ge=0)
-    """Seed of the first completion, incremented for each other one; None: a random one."""
+    """Seed of the first completion, incremented for each further one; None: a random seed."""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
         if self.seed is not None and self.seed + self.n > SEED_LIMIT:
             raise ValueError(f"the seeds {self.seed} to seed + n - 1 must be below {SEED_LIMIT}")
         if (self.experts or 0) >= len(self.prompt):
-            raise ValueError(f"experts: {self.experts}, and the prompt has {len(self.prompt)} tokens")
+            raise ValueError(f"experts is {self.experts}, expected less than the prompt's {len(self.prompt)} tokens")
         return self
 
 
 class Refusal(Record):
-    """The answer with status 409: the request cannot be served."""
+    """The response with status 409: the request cannot be served."""
 
     error: str
     """What went wrong, the value found and the value expected."""
     hint: str
     """The fix, in one line."""
     busy: bool = False
-    """Another process holds the fence, usually for a moment: the same request may succeed soon."""
+    """Another process holds the fence, usually only briefly: the same request may succeed soon."""

@@ -1,7 +1,7 @@
-"""Servers that receive a trainer's weights by vLLM's weight transfer: a stock vLLM, or a patched one on this host.
+"""Servers that receive a trainer's weights through vLLM's weight transfer: stock vLLM, or a patched one on this host.
 
-Both are paused, called and resumed in the same way. A stock vLLM has the routes with `VLLM_SERVER_DEV_MODE=1`, and has
-neither a lease nor versions. A patched one refuses that mode, and takes the calls from the holder of its fence.
+Both are paused, called and resumed in the same way. A stock vLLM has the routes only with `VLLM_SERVER_DEV_MODE=1`, and
+has neither a lease nor versions. A patched one refuses that mode, and accepts the calls from the holder of its fence.
 """
 
 import secrets
@@ -24,33 +24,33 @@ from bridge.server.protocol import TRANSFER_FLAG, HolderRequest, InFlight, Statu
 
 LOOPBACK = "127.0.0.1"
 ENGINE = "nccl"
-"""vLLM's engine that broadcasts whole weights from one GPU to others."""
+"""vLLM's engine that broadcasts full weights from one GPU to others."""
 MAX_WORKERS = 2**16
-"""More are a mistake, and NCCL would wait for them."""
+"""A larger number is a mistake, and NCCL would wait for that many."""
 FLAGS = f"{TRANSFER_FLAG[0]} '{TRANSFER_FLAG[1]}'"
 STOCK = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL {FLAGS}"
 """Command that starts a stock vLLM with weight transfer."""
 TransferCall = Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
-"""vLLM's names of the calls by which its workers receive weights."""
+"""vLLM's names for the calls through which its workers receive weights."""
 
 
 class TransferRequest(HolderRequest):
-    """`POST /bridge/transfer`: make one of these calls; only for the holder of the fence."""
+    """`POST /bridge/transfer`: make one of the `TransferCall`s; only for the holder of the fence."""
 
     call: TransferCall
-    """The workers' method."""
+    """The workers' method to call."""
     arguments: dict[str, Any]
     """Arguments of the call, by name."""
 
 
 class _ServerInfo(BaseModel):
-    """Fields of `GET /server_info` that are read."""
+    """The fields of `GET /server_info` that Bridge reads."""
 
     served: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "model"))
     world_size: int = Field(
         ge=1, le=MAX_WORKERS, validation_alias=AliasPath("vllm_config", "parallel_config", "world_size")
     )
-    """Workers of one engine."""
+    """Number of workers per engine."""
     num_engines: int = Field(
         1, ge=1, le=MAX_WORKERS, validation_alias=AliasPath("vllm_config", "parallel_config", "data_parallel_size")
     )
@@ -79,22 +79,23 @@ class StockReceiver(VllmClient):
     version: int | None = None
     """Version of the weights, if the server reports one with each token."""
     _served: str | None = None
-    """Name that vLLM gave the last weights; None before 0.32."""
+    """Name under which vLLM serves the last weights; None before vLLM 0.32."""
 
     def __init__(self, url: str, run: str, *, timeout_s: float) -> None:
         super().__init__(url, timeout_s=timeout_s)
         self._run = run
         self._nonce = secrets.token_hex(4)
-        """Makes the name of the weights unique: runs in two containers may have the same name."""
+        """Makes the name of the weights unique, since runs in two containers may have the same name."""
 
     def check(self, model: str, vllm: str) -> int:
-        """Return its number of workers; refuse a server that cannot be fed `model` by this `vllm`, and change nothing.
+        """Return the server's number of workers, without changing anything.
 
         Raises:
-            AttachError: it is another model or vLLM, has no such engine, or an earlier transfer did not end.
+            AttachError: the server has a different model, or no NCCL engine, or an earlier transfer did not finish.
+            IncompatibleVersionError: the server runs a vLLM version other than `vllm`.
         """
         if self._send("GET", "/is_paused", limit_s=self._control_limit_s).status_code == httpx.codes.NOT_FOUND:
-            raise AttachError(f"the server at {self.url} cannot be fed: it has no route /is_paused", hint=STOCK)
+            raise AttachError(f"the server at {self.url} cannot receive weights: no route /is_paused", hint=STOCK)
         info = self._answer("GET", "/server_info?config_format=json", _ServerInfo)
         _refuse_misfit(self.url, model, info.served, vllm, self._answer("GET", "/version", _Version).version)
         if info.engine != ENGINE:
@@ -104,13 +105,13 @@ class StockReceiver(VllmClient):
             )
         if self._answer("GET", "/is_paused", _Pause).is_paused:
             raise AttachError(
-                f"the server at {self.url} is paused: another trainer is feeding it, or ended while it did",
-                hint="wait for that trainer; if it has ended, restart the server, whose weights may be half-written",
+                f"the server at {self.url} is paused: another trainer is sending weights, or exited while doing so",
+                hint="wait for that trainer; if it has exited, restart the server, whose weights may be half-written",
             )
         return info.world_size * info.num_engines
 
     def pause(self, in_flight: InFlight) -> None:
-        """Stop generating, and drop cached keys and values; a failed call leaves the server serving."""
+        """Stop generating, and drop cached keys and values; if this fails, the server keeps serving."""
         limit_s = None if in_flight == "wait" else self._control_limit_s
         try:
             self._call(f"/pause?mode={in_flight}", limit_s=limit_s)
@@ -119,7 +120,7 @@ class StockReceiver(VllmClient):
                 raise AttachError(
                     f"the server at {self.url} refuses to drop its prefix cache, so stale keys and values would be"
                     " served; nothing was sent",
-                    hint="retry when no other request runs, or restart the server",
+                    hint="retry when no other request is running, or restart the server",
                 )
         except BridgeError:
             with suppress(BridgeError):  # it may be dead
@@ -127,15 +128,15 @@ class StockReceiver(VllmClient):
             raise
 
     def resume(self) -> None:
-        """Generate: none of its weights were sent, or all of them."""
+        """Resume generation, after either none or all of the weights were sent."""
         try:
             self._call("/resume", limit_s=self._control_limit_s)
         except ServerUnreachableError as error:
-            error.hint = f"its weights are whole; if it is still paused: curl -X POST {self.url}/resume, or restart it"
+            error.hint = f"its weights are intact; if it is still paused: curl -X POST {self.url}/resume, or restart it"
             raise
 
     def publish(self, version: int) -> None:
-        """Generate with the weights that it received, and name them."""
+        """Name the weights that the server received, and resume generation with them."""
         name = f"{self._run}: version {version} ({self._nonce})"
         limit_s = self._control_limit_s
         try:
@@ -143,23 +144,23 @@ class StockReceiver(VllmClient):
             if response.status_code != httpx.codes.NOT_FOUND:
                 self._refuse_failure("/update_weight_version", response)
                 self._served = name
-        finally:  # whatever it answers, its weights are whole
+        finally:  # whatever the server answers, its weights are complete
             self.resume()
 
     def check_served(self) -> None:
-        """Raise AttachError if the server no longer has the weights that it received last, as far as it reports it."""
+        """Raise AttachError if the server reports weights other than those it received last."""
         if self._served is None:
             return
         served = self._answer("GET", "/weight_info", _WeightInfo, limit_s=self._control_limit_s).weight_version
         if served != self._served:
             raise AttachError(
                 f"the server at {self.url} serves weights named {served!r}, expected {self._served!r}: it was"
-                " restarted, or another trainer feeds it; nothing that it generated since the last step counts",
-                hint="--resume, which begins by sending the newest weights to all servers",
+                " restarted, or another trainer sends it weights; nothing that it generated since the last step counts",
+                hint="use --resume, which first sends the newest weights to all servers",
             )
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
-        """Make a call of vLLM's weight transfer in all of its workers."""
+        """Make a weight-transfer call in all of the server's workers."""
         self._call(f"/{call}", dict(arguments))
 
     def _call(self, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> None:
@@ -171,7 +172,7 @@ class StockReceiver(VllmClient):
 
 
 class PatchedReceiver(BridgeClient):
-    """Receiver of a Bridge server on this host; this process takes its lease."""
+    """A Bridge server on this host as the receiver; this process takes its lease."""
 
     version: int | None = None
 
@@ -194,7 +195,7 @@ class PatchedReceiver(BridgeClient):
         return exported.tp_degree
 
     def pause(self, in_flight: InFlight, **choices: Any) -> Status:
-        """Wait for the fence; the server refuses if it serves another version than it was sent."""
+        """Wait for the fence; the server refuses if it does not serve the version that it was last sent."""
         pause = partial(super().pause, in_flight, version=self.version, **choices)
         return fence.pause_when_free(self, lambda _: pause())
 
@@ -204,7 +205,7 @@ class PatchedReceiver(BridgeClient):
         return status
 
     def check_served(self) -> None:
-        """Raise ServerUnreachableError if another server has its place, which does not know this one's token."""
+        """Raise ServerUnreachableError if a different server, which rejects this token, has taken its place."""
         self.status()
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
@@ -213,11 +214,11 @@ class PatchedReceiver(BridgeClient):
 
 
 Receiver = StockReceiver | PatchedReceiver
-"""One server that is fed."""
+"""A server that receives weights."""
 
 
 def _refuse_misfit(url: str, model: str, served: str, ours: str, theirs: str) -> None:
-    """Refuse a server of another model, or of a vLLM that may send and receive in another way."""
+    """Refuse a server with a different model, or with a vLLM version whose transfer may be incompatible."""
     if served not in (model, str(Path(model).absolute())):
         raise AttachError(
             f"the server at {url} serves {served}, expected {model} (--model-name)",
@@ -225,15 +226,15 @@ def _refuse_misfit(url: str, model: str, served: str, ours: str, theirs: str) ->
         )
     if ours.partition("+")[0] != theirs.partition("+")[0]:
         raise IncompatibleVersionError(
-            f"the server at {url} runs vLLM {theirs}, and the trainer sends with vLLM {ours}, expected the same",
+            f"the server at {url} runs vLLM {theirs}, but the trainer uses vLLM {ours}, expected the same version",
             hint=f"pip install vllm=={theirs} for the trainer, or serve with {ours}",
         )
 
 
 def address_seen_by(urls: Sequence[str]) -> str:
-    """Return this host's address as the servers see it; ServerUnreachableError if one does not answer.
+    """Return this host's IPv4 address as the servers see it; ServerUnreachableError if a server does not answer.
 
-    Over IPv4, as both ends of vLLM's transfer meet.
+    vLLM's weight transfer connects over IPv4.
     """
     addresses = []
     for url in urls:
@@ -244,6 +245,6 @@ def address_seen_by(urls: Sequence[str]) -> str:
             try:
                 connection.connect((parts.hostname or "", port))
             except OSError as error:
-                raise unreachable(url, f"over IPv4, where vLLM's weight transfer meets: {error}") from error
+                raise unreachable(url, f"over IPv4, which vLLM's weight transfer requires: {error}") from error
             addresses.append(connection.getsockname()[0])
     return next((address for address in addresses if address != LOOPBACK), LOOPBACK)

@@ -315,7 +315,7 @@ def test_a_server_killed_in_mid_run_costs_no_published_step_and_leaves_a_stale_m
     assert all(parameter.isfinite().all() for parameter in trainer.saved(last).parameters())
     (tmp_path / "after").mkdir()
     with training(llama, tmp_path / "after") as late:
-        assert f"is stale: its server, pid {llama.manifest.server.pid}, is gone" in late.fault(expect=4)
+        assert f"is stale: its server, pid {llama.manifest.server.pid}, has exited" in late.fault(expect=4)
     assert [path.name for path in late.folder.iterdir()] == ["accident.py"]
 
 

@@ -43,7 +43,7 @@ def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
     scenarios.trained(lora_llama, tmp_path, *adapter_flags(handover), steps=2)
     stderr = scenarios.trained(lora_llama, tmp_path, *adapter_flags(handover), "--resume", steps=4).stderr
     assert f"resuming after step 2 from {tmp_path / 'saved' / 'adapter_step_2'}" in stderr
-    assert "the base is the server's own, 0 bytes of it here" in stderr
+    assert "the base model is the server's own: this process holds 0 bytes of it" in stderr
     steps = scenarios.metrics(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert steps[0]["weight_version"] < steps[1]["weight_version"] < steps[2]["weight_version"]

@@ -66,7 +66,7 @@ def test_the_base_is_a_second_copy_and_the_adapter_goes_by_disk(stock: Stock, tm
         folder=tmp_path,
     ).stderr
     after = scenarios.sampled(stock.url, scenarios.adapter_name(stock.url))
-    assert "the base is a second copy" in stderr
+    assert "the base model is a second copy" in stderr
     assert "no manifest" in stderr
     scenarios.equals_the_adapters_samples(stock.model, tmp_path / "saved" / "adapter_step_2", after, device="cpu")
     assert [step["weight_version"] for step in scenarios.metrics(tmp_path / "run")] == [1, 2]

@@ -134,8 +134,8 @@ def test_torn_fence_fails_with_the_checkpoint_to_restore(played: PlayedServer, t
     assert str(fence.hint).endswith("bridge restore tiny)")
     saved = tmp_path / "my models" / "step_2"
     assert status_with(played, last_checkpoint=str(saved)).hint == (
-        f"bridge restore CHECKPOINT ({saved} is gone; any folder with weights of this model works; "
-        "for the first weights: bridge restore tiny)"
+        f"bridge restore CHECKPOINT ({saved} no longer exists; any folder with weights of this model works; "
+        "for the initial weights: bridge restore tiny)"
     )
     saved.mkdir(parents=True)
     assert status_with(played).hint == f"bridge restore '{saved}'"
@@ -210,7 +210,7 @@ def test_damaged_manifest_fails(text: str, only_this_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"server": dead_server()}, "is gone"),
+        ({"server": dead_server()}, "has exited"),
         ({"boot_id": "another", "host": "elsewhere"}, "written on host elsewhere"),
         ({"server": dead_server().model_copy(update={"pid_namespace": "pid:[1]"})}, "PID namespace"),
     ],

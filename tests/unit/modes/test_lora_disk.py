@@ -92,7 +92,7 @@ def test_beside_a_manifest_the_adapter_alone_lies_here(world: World) -> None:
     assert running.opened.weight_bytes == sum(tensor.nbytes for tensor in running.adapter().values()) > 0
     assert running.base_is_the_servers()
     assert not running.adapter_is_in_the_slot()
-    assert world.notes == ["the base is the server's own, 0 bytes of it here"]
+    assert world.notes == ["the base model is the server's own: this process holds 0 bytes of it"]
 
 
 def test_without_a_manifest_the_base_is_a_second_copy(world: World) -> None:
@@ -100,13 +100,13 @@ def test_without_a_manifest_the_base_is_a_second_copy(world: World) -> None:
     adapter_bytes = sum(tensor.nbytes for tensor in running.adapter().values())
     assert running.opened.weight_bytes == weight_bytes(world.server.toy) + adapter_bytes
     assert not running.base_is_the_servers()
-    assert world.notes[0].startswith("the base is a second copy, 0.00 GiB on cpu: no manifest")
+    assert world.notes[0].startswith("the base model is a second copy, 0.00 GiB on cpu: no manifest")
     assert list(world.server.adapters) == ["bridge-adapter-0"]
 
 
 def test_a_second_copy_follows_the_servers_length(world: World) -> None:
     frequencies = tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
-    refused(world, UsageError, "the server reports none", vllm_port=world.port)
+    refused(world, UsageError, "the server does not report it", vllm_port=world.port)
     world.server.refuses["GET models"] = as_json({"data": [{"id": "tiny", "max_model_len": 65}]})
     running = world.opened("disk", vllm_port=world.port)
     torch.testing.assert_close(running.opened.model.model.rotary_emb.inv_freq, frequencies)
@@ -139,7 +139,7 @@ def test_another_servers_manifest_is_not_used(world: World) -> None:
         running = world.opened("disk", vllm_port=int(other.url.rpartition(":")[2]))
         assert not running.base_is_the_servers()
         assert running.mode.endpoint.url == other.url
-    assert f"the manifest found here is of the server at {world.http.url}" in world.notes[0]
+    assert f"the manifest found here belongs to the server at {world.http.url}" in world.notes[0]
     assert world.server.calls == []
 
 

@@ -62,7 +62,7 @@ def test_the_base_is_the_servers_and_nothing_lies_here(world: World) -> None:
     running = world.opened("memory")
     assert running.opened.weight_bytes == 0
     assert running.base_is_the_servers()
-    assert world.notes == ["the base is the server's own, 0 bytes of it here"]
+    assert world.notes == ["the base model is the server's own: this process holds 0 bytes of it"]
 
 
 @HANDOVERS
@@ -182,7 +182,7 @@ def test_a_run_that_resumes_does_not_repair_torn_weights(world: World) -> None:
 
 def test_slots_of_another_rank_are_refused(world: World) -> None:
     world.export()
-    hint = refused(world, AttachError, f"slots have rank {RANK}, and the adapter has rank 2", lora_r=2)
+    hint = refused(world, AttachError, f"slots have rank {RANK}, but the adapter has rank 2", lora_r=2)
     for way_out in (f"--lora-r {RANK};", "bridge serve-vllm --max-lora-rank 2", "--lora-handover disk"):
         assert way_out in hint
     assert world.server.calls == ["POST lease"]
@@ -193,7 +193,7 @@ def test_slots_of_other_shapes_are_refused(world: World) -> None:
     slots = world.server.toy.manifest.shards[0].lora_slots
     first, other = (f"model.layers.0.self_attn.{name}" for name in ("k_proj", "q_proj"))
     world.export(lora_slots={**slots, first: slots[other]})
-    refused(world, ManifestError, rf"1 modules have other shapes than the weights .* the first: {first}")
+    refused(world, ManifestError, rf"1 modules do not match the shapes of the modules' weights, the first: {first}")
     assert world.server.calls == ["POST lease"]
 
 
@@ -209,7 +209,7 @@ def test_a_server_without_slots_is_refused(world: World) -> None:
     toy = world.server.toy
     world.server.toy = ToyServer(toy.edited(lora_slots={}), toy.tensors, toy.reference)
     world.export()
-    hint = refused(world, AttachError, "takes no adapters, or none whose slots can be shared")
+    hint = refused(world, AttachError, "does not accept adapters, or its slots cannot be shared")
     assert hint == f"bridge serve-vllm --max-lora-rank {RANK}, without --fully-sharded-loras"
 
 
@@ -234,7 +234,7 @@ def test_a_base_that_cannot_be_attached_is_refused(world: World) -> None:
 
 
 def test_no_manifest_is_refused_with_both_ways_out(world: World) -> None:
-    hint = refused(world, UsageError, "trains the adapter in vLLM's own memory, and no manifest")
+    hint = refused(world, UsageError, "trains the adapter in vLLM's own memory, but no manifest")
     assert "bridge serve-vllm --max-lora-rank" in hint
     assert "--lora-handover disk" in hint
 

@@ -83,7 +83,7 @@ def test_experts_are_replayed_where_the_server_reports_them(
 
 
 def test_router_replay_without_a_server_that_reports_experts_is_refused(tmp_path: Path) -> None:
-    with serving(FakeRoutes()) as server, pytest.raises(UsageError, match="does not report the experts of a token"):
+    with serving(FakeRoutes()) as server, pytest.raises(UsageError, match="does not report the experts of each token"):
         SharedVllm(config(server, tmp_path, router_replay=True), RUN)
     assert paths(server) == ["lease", "lease"], "it was given back"
 

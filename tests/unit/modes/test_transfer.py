@@ -203,11 +203,11 @@ def test_a_checkpoint_is_sent_under_its_version(opened: Callable[..., Fed], tmp_
     ("fault", "words"),
     [
         ({"model": "/another/model"}, "serves /another/model, expected "),
-        ({"vllm": "0.31.0"}, "runs vLLM 0.31.0.*, and the trainer sends with vLLM 0.32.0"),
+        ({"vllm": "0.31.0"}, "runs vLLM 0.31.0.*, but the trainer uses vLLM 0.32.0"),
         ({"engine": None}, "engine None, expected nccl"),
         ({"engine": "ipc"}, "engine ipc, expected nccl"),
         ({"has_dev_routes": False}, "no route /is_paused"),
-        ({"is_paused": True}, "is paused: another trainer is feeding it, or ended while it did"),
+        ({"is_paused": True}, "is paused: another trainer is sending weights, or exited while doing so"),
     ],
 )
 def test_unsupported_server_is_refused_and_unchanged(
@@ -257,7 +257,7 @@ def test_a_trainer_on_a_cpu_is_refused(
 ) -> None:
     monkeypatch.setattr(fed_server, "DEVICE", "cuda")
     fed = feeding(FedServer(str(folder)))
-    with pytest.raises(UsageError, match="sends from a GPU, and the trainer's weights are on cpu"):
+    with pytest.raises(UsageError, match="sends from a GPU, but the trainer's weights are on cpu"):
         fed.mode.open()
     assert fed.calls() == [[]]
 
@@ -291,7 +291,7 @@ def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], faul
     first = fed.servers[0].url
     assert line.startswith(f"the server at {first} does not answer as expected (")
     assert ("/resume answered 500: size mismatch" in line) == (fault == "fails_at")
-    assert line.endswith(f"; its weights are whole; if it is still paused: curl -X POST {first}/resume, or restart it")
+    assert line.endswith(f"; its weights are intact; if it is still paused: curl -X POST {first}/resume, or restart it")
     assert "\n" not in line
     assert fed.servers[0].is_paused
 
@@ -341,7 +341,7 @@ def test_a_server_that_does_not_resume_has_whole_weights(opened: Callable[..., F
     fed.servers[1].fails_at = "resume"
     with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/resume answered 500: size") as caught:
         fed.publish()
-    assert f"its weights are whole; if it is still paused: curl -X POST {fed.servers[1].url}/resume" in (
+    assert f"its weights are intact; if it is still paused: curl -X POST {fed.servers[1].url}/resume" in (
         caught.value.hint
     )
     assert [server.is_paused for server in fed.servers] == [False, True]
@@ -484,7 +484,7 @@ def test_another_trainer_of_the_same_name_is_noticed(feeding: Callable[..., Fed]
     first.mode.open()
     second = feeding(servers=server.url)
     second.mode.open()
-    with pytest.raises(AttachError, match="another trainer feeds it"):
+    with pytest.raises(AttachError, match="another trainer sends it weights"):
         first.publish()
     assert second.publish() == 1
 

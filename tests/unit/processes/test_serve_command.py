@@ -629,10 +629,10 @@ MANIFESTS: dict[str, tuple[str | None, Outcome, str]] = {
     "a dead server": (None, "removed", "is stale"),
     "an earlier boot": (None, "removed", ""),
     "another schema": (None, "removed", "schema version 3"),
-    "cut short": ('{"model": ', ManifestError, r"m\.json is not a manifest of Bridge, and is kept"),
-    "no manifest": ('{"model": "m", "ipc_handles": {}}', ManifestError, "is not a manifest of Bridge, and is kept"),
-    "text": ("# My thesis", ManifestError, "is not a manifest of Bridge, and is kept"),
-    "nothing": ("", ManifestError, "is not a manifest of Bridge, and is kept"),
+    "cut short": ('{"model": ', ManifestError, r"m\.json is not a Bridge manifest, and was not overwritten"),
+    "no manifest": ('{"model": "m", "ipc_handles": {}}', ManifestError, "is not a Bridge manifest, and was not"),
+    "text": ("# My thesis", ManifestError, "is not a Bridge manifest, and was not overwritten"),
+    "nothing": ("", ManifestError, "is not a Bridge manifest, and was not overwritten"),
 }
 
 
@@ -664,7 +664,7 @@ def test_link_in_place_of_the_manifest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     for target in (written(tmp_path / "theirs.json", dead()), tmp_path / "nothing"):
         path.symlink_to(target)
-        with pytest.raises(ManifestError, match="is not a manifest of Bridge"):
+        with pytest.raises(ManifestError, match="is not a Bridge manifest"):
             start_checks.clear_manifest(path)
         assert path.is_symlink()
         path.unlink()

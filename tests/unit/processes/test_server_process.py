@@ -103,7 +103,7 @@ def is_dead(pid: int | None) -> bool:
 
 
 def ask_in_vain() -> None:
-    raise ServerUnreachableError("no answer", hint="look into its log")
+    raise ServerUnreachableError("no answer", hint="check its log")
 
 
 def ask_after_a_kill(server: StartedServer) -> None:
@@ -223,7 +223,7 @@ def test_a_request_error_of_a_live_server_names_its_log(tmp_path: Path, log: Pat
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running():
         ask_in_vain()
     assert refused.value.message == "no answer"
-    assert refused.value.hint == f"look into its log (its log: {log})"
+    assert refused.value.hint == f"check its log (its log: {log})"
 
 
 def test_server_that_is_never_healthy_is_stopped(tmp_path: Path, log: Path) -> None:

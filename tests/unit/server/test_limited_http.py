@@ -82,7 +82,7 @@ def sampled(url: str) -> object:
             async with asyncio.timeout(LIMIT_S):
                 return await connections.send("GET", url, "/v1/models", None, ServedModels)
         except TimeoutError:
-            raise RequestFailed("no whole answer within 1 s", "never") from None
+            raise RequestFailed("no complete response within 1 s", "never") from None
         finally:
             await connections.aclose()
 

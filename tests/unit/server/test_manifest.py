@@ -183,7 +183,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["# My thesis", '{"model_type": "llama"}'])
 def test_a_server_writes_over_no_other_file(path: Path, text: str) -> None:
     path.write_text(text)
-    assert "is not a manifest of Bridge" in refusal(lambda: write(manifest(), path))
+    assert "is not a Bridge manifest" in refusal(lambda: write(manifest(), path))
     assert path.read_text() == text
 
 
@@ -290,10 +290,10 @@ def test_a_missing_field_is_named(path: Path) -> None:
         ({"boot_id": "another", "host": socket.gethostname()}, "before this host's last boot"),
         (
             {"server": ProcessIdentity.current().model_copy(update={"pid_namespace": "pid:[1]"}).model_dump()},
-            "another PID namespace",
+            "a different PID namespace",
         ),
-        ({"server": ProcessIdentity.current().model_copy(update={"pid": 2**22 + 1}).model_dump()}, "is gone"),
-        ({"server": dead_server().model_dump()}, "is gone"),
+        ({"server": ProcessIdentity.current().model_copy(update={"pid": 2**22 + 1}).model_dump()}, "has exited"),
+        ({"server": dead_server().model_dump()}, "has exited"),
     ],
 )
 def test_a_server_that_is_not_alive_here_is_refused(path: Path, changes: dict[str, Any], words: str) -> None:
