@@ -1,4 +1,4 @@
-"""What every package needs: processes, signals, secrets, foreign code, and files that are written atomically.
+"""Utilities that every package needs: processes, signals, secrets, users' code, and atomic file writes.
 
 May import: `bridge.errors`, `bridge.types`.
 """

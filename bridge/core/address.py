@@ -1,4 +1,4 @@
-"""Free ports; types of hosts and URLs in the configuration, which refuse malformed ones."""
+"""Free ports, and configuration types for hosts and URLs that reject malformed values."""
 
 import errno
 import ipaddress
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 PORTS = range(20000, 32768)
-"""Ports below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
+"""Ports to draw from: below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -28,14 +28,14 @@ def _urls(text: str) -> str:
 
 
 Host = Annotated[str, AfterValidator(_host)]
-"""Name or address of a machine."""
+"""Host name or IP address."""
 Urls = Annotated[str, AfterValidator(_urls)]
 """One or more server URLs, separated by commas."""
 
 
 def free_port(host: str) -> int:
-    """Return a port on which nothing listens, and which no outgoing connection gets before its server binds it."""
-    draw = random.SystemRandom()  # processes that start together should not draw the same
+    """Return a port that nothing listens on, and that no outgoing connection takes before the server binds it."""
+    draw = random.SystemRandom()  # processes that start together should not draw the same port
     for port in draw.sample(PORTS, len(PORTS)):
         try:
             with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
@@ -61,5 +61,5 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in {"http", "https"} and _is_host(parts.hostname or "") and parts.port != 0
-    except ValueError:  # an invalid port, or brackets around something else than an address
+    except ValueError:  # an invalid port, or brackets around something other than an address
         return False

@@ -1,4 +1,4 @@
-"""Write files atomically (a power cut may lose one), and report a disk that refuses in one line."""
+"""Write files atomically (a power failure may still lose one), and report write errors in one line."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Write `content` to `path` in one step; `mode` is subject to the umask.
 
     Raises:
-        UsageError: the disk is full or refuses; `path` is unchanged.
+        UsageError: the disk is full, or the write fails; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     with one_line_errors(path):
@@ -29,12 +29,12 @@ def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def one_line_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError while writing `path` into a UsageError that names it and the free space."""
+    """Convert an OSError while writing `path` into a UsageError with the path and the free space."""
     try:
         yield
     except OSError as error:
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
         raise UsageError(
             f"cannot write {path}: {error.strerror} (with {shutil.disk_usage(nearest).free} bytes free)",
-            hint="make room there, and resume with --resume",
+            hint="free some disk space, and continue with --resume",
         ) from error

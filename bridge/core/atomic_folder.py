@@ -1,7 +1,7 @@
-"""Write folders atomically: into a scratch folder beside the target, which then takes its place in one step.
+"""Write folders atomically: into a scratch folder next to the target, which then replaces the target in one step.
 
-A scratch folder's name identifies the process that writes it, so that the next writer removes what a killed one left.
-Leftovers of writers on another host or in another container stay.
+A scratch folder's name identifies the process that writes it, so that the next writer can remove those that killed
+processes left. Leftovers of writers on a different host or in a different container are kept.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ _RENAME_EXCHANGE = 2
 def write(
     folder: Path, *, replaceable: Callable[[Path], bool], durable: bool = True, flag: str = "--save-path"
 ) -> Iterator[Path]:
-    """Yield a scratch folder beside `folder`, and move it there at the end of the block.
+    """Yield a scratch folder next to `folder`, and rename it to `folder` at the end of the block.
 
-    After an error `folder` is unchanged. `replaceable` decides whether an existing folder may be replaced; an empty one
-    always may. With `durable`, everything is on disk before the name appears. Modes follow the umask.
-    `flag` is the option that chooses another folder.
+    After an error, `folder` is unchanged. `replaceable` decides whether an existing folder may be replaced; an empty
+    one always may. With `durable`, all content is on disk before the final name appears. File modes follow the umask.
+    `flag` is the option that chooses a different folder, used in error messages.
 
     Raises:
-        UsageError: the existing folder may not be replaced, or the disk is full or refuses.
+        UsageError: the existing folder may not be replaced, or the disk is full, or a write fails.
     """
     folder = folder.resolve()
     scratch = _beside(folder)
@@ -63,10 +63,10 @@ def write(
 
 
 def remove(folder: Path) -> None:
-    """Remove `folder` atomically: it is renamed first.
+    """Remove `folder` atomically, by renaming it first.
 
     Raises:
-        OSError: it cannot be renamed and is unchanged.
+        OSError: `folder` cannot be renamed; it is unchanged.
     """
     scratch = _beside(folder)
     folder.rename(scratch)
@@ -74,7 +74,7 @@ def remove(folder: Path) -> None:
 
 
 def _beside(folder: Path) -> Path:
-    """Return a new hidden name beside `folder` that identifies this process."""
+    """Return a new hidden path next to `folder` whose name identifies this process."""
     here = ProcessIdentity.current()
     namespace = here.pid_namespace.removeprefix("pid:[").removesuffix("]")
     writer = f"{here.pid}-{here.start_ticks}-{namespace}-{_short(boot_id())}-{_short(os.uname().nodename)}"
@@ -82,7 +82,7 @@ def _beside(folder: Path) -> Path:
 
 
 def _is_gone(writer: re.Match[str]) -> bool:
-    """Return whether the process in a scratch folder's name has certainly ended."""
+    """Return whether the process in a scratch folder's name has definitely exited."""
     if writer["host"] != _short(os.uname().nodename):
         return False
     if writer["boot"] != _short(boot_id()):  # before this host's last boot
@@ -111,18 +111,18 @@ def _one_line_errors(folder: Path, scratch: Path, flag: str) -> Iterator[None]:
         yield
     except BridgeError:  # some of them are OSErrors
         raise
-    except (OSError, SafetensorError) as error:  # safetensors wraps the OSError in its own
+    except (OSError, SafetensorError) as error:  # safetensors wraps OSErrors in its own
         nearest = next(path for path in folder.parents if os.access(path, os.F_OK))
         num_bytes = sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
         raise UsageError(
             f"cannot write {folder}: {' '.join(str(error).split())} (after {num_bytes} bytes, with "
             f"{shutil.disk_usage(nearest).free} bytes free)",
-            hint=f"make room there, or choose another folder with {flag}",
+            hint=f"free some disk space, or choose a different folder with {flag}",
         ) from error
 
 
 def _apply_umask(scratch: Path) -> None:
-    """Give everything in `scratch` the umask's mode: safetensors makes its files 0600."""
+    """Apply the umask's mode to everything in `scratch`, because safetensors creates files with mode 0600."""
     folders = scratch.stat().st_mode & 0o777
     for path in (path for path in scratch.rglob("*") if not path.is_symlink()):
         path.chmod(folders if path.is_dir() else folders & 0o666)
@@ -136,13 +136,13 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-@deferred_interrupt()  # in the instant without a folder it would cost both
+@deferred_interrupt()  # an interrupt while neither name exists would lose both folders
 def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool], flag: str) -> None:
-    """Move `scratch` to `folder`; an older `folder` is in `scratch` afterwards."""
+    """Rename `scratch` to `folder`; a previous `folder` becomes `scratch`."""
     _check_replaceable(folder, replaceable, flag)
     if not folder.exists() or not any(folder.iterdir()):
         scratch.rename(folder)
-    elif not _exchange(scratch, folder):  # unsupported by the file system: for an instant there is no `folder`
+    elif not _exchange(scratch, folder):  # unsupported: for an instant, `folder` does not exist
         old = _beside(folder)
         folder.rename(old)
         scratch.rename(folder)
@@ -150,7 +150,7 @@ def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool], flag
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders in one system call; return False if this system cannot. Source: renameat2(2)."""
+    """Swap two folders in one system call; return False if that is unsupported. Source: renameat2(2)."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,4 +1,4 @@
-"""Run coroutines, and calls in threads that can be left behind; end a thread; wait for a socket."""
+"""Run coroutines, and calls in threads that can be abandoned; stop a thread; wait for a socket."""
 
 import asyncio
 import ctypes
@@ -18,11 +18,11 @@ from bridge.types import Result
 Item = TypeVar("Item")
 RETRY_S = 0.5
 GRACE_S = 2.0
-"""Time for a thread to end after a second interrupt, before it is left behind."""
+"""Time for a thread to stop after a second interrupt, before it is abandoned."""
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return the results in order; if one raises, the others are cancelled, and have ended when this raises it."""
+    """Return the results in order; if one raises, cancel the others, and raise once all have finished."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -34,7 +34,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) ->
 
 
 def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
-    """Start `call` in a daemon thread: an executor's thread would keep the event loop, or the process, from ending."""
+    """Start `call` in a daemon thread; an executor's thread would block the exit of the event loop or the process."""
     result = Future[Result]()
     result.set_running_or_notify_cancel()
 
@@ -49,9 +49,9 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def result_of(future: "Future[Result]", limit_s: float = math.inf) -> Result:
-    """Return the result of a future, or raise its error; an interrupt ends the wait for it.
+    """Return the result of a future, or raise its error; an interrupt ends the wait.
 
-    TimeoutError if there is none after `limit_s`.
+    TimeoutError if it has no result after `limit_s`.
     """
     deadline = time.monotonic() + limit_s
     wait_until(lambda seconds: wait([future], timeout=seconds).done or time.monotonic() > deadline)
@@ -59,9 +59,9 @@ def result_of(future: "Future[Result]", limit_s: float = math.inf) -> Result:
 
 
 def map_in_threads(call: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> Iterator[Result]:
-    """Yield `call(item)` of each item, in order, and make `num_threads` calls at the same time.
+    """Yield `call(item)` for each item, in order, with up to `num_threads` concurrent calls.
 
-    After an error or an interrupt no call begins any more, and those that have begun are left behind.
+    After an error or an interrupt, no new call starts, and running ones are abandoned.
     """
     turns = threading.Semaphore(num_threads)
     is_over = threading.Event()
@@ -81,9 +81,9 @@ def map_in_threads(call: Callable[[Item], Result], items: Iterable[Item], num_th
 
 
 def is_readable(connection: socket.socket, wait_s: float) -> bool:
-    """Return whether something arrives within `wait_s`, or the other end closes.
+    """Return whether data arrives, or the other end closes the connection, within `wait_s`.
 
-    `select.select` would refuse a descriptor of 1024 or more.
+    `select.select` would refuse descriptors from 1024 on.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN)
@@ -91,12 +91,11 @@ def is_readable(connection: socket.socket, wait_s: float) -> bool:
 
 
 def end_thread(thread: threading.Thread) -> None:
-    """Raise SystemExit at the next line of Python of `thread`, and again until it ends, since any code may catch it.
+    """Raise SystemExit in `thread` at its next Python instruction, repeatedly until it ends, since code may catch it.
 
-    A thread inside one long call of C notices nothing until that returns. An interrupt ends the wait for it and is
-    raised.
+    A thread inside a long C call notices only when the call returns. An interrupt ends the wait, and is raised.
 
-    Its `is_alive` does not tell: once Ctrl-C interrupts a `join`, Python 3.11 takes a running thread for an ended one.
+    `thread.is_alive` is unreliable: after Ctrl-C interrupts a `join`, Python 3.11 considers a running thread dead.
     """
     with deferred_interrupt():
         try:
@@ -109,6 +108,6 @@ def end_thread(thread: threading.Thread) -> None:
 
 def _end(thread: threading.Thread, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    while thread in threading.enumerate() and time.monotonic() < deadline:  # a number may be the next thread's
+    while thread in threading.enumerate() and time.monotonic() < deadline:  # thread ids are reused
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         time.sleep(RETRY_S)

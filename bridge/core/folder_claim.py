@@ -1,9 +1,9 @@
 """Claim a folder for one process at a time. The kernel releases a claim when its process exits.
 
-The lock is on the folder itself, so that nothing is left to clean up after `kill -9`. On file systems that cannot lock
-a folder (NFS) every claim is granted.
+The lock is on the folder itself, so that `kill -9` leaves nothing to clean up. On file systems that cannot lock a
+folder (NFS), every claim is granted.
 
-Source: flock(2); proc(5) for the lines of `/proc/locks`.
+Source: flock(2); proc(5) for the format of `/proc/locks`.
 """
 
 import fcntl
@@ -15,24 +15,24 @@ from pathlib import Path
 from bridge.errors import UsageError
 
 _held: dict[tuple[int, int], int] = {}
-"""Device and inode of each folder that this process has claimed -> the descriptor that holds the lock."""
+"""(Device, inode) of each folder that this process has claimed -> the descriptor that holds the lock."""
 
 
 def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
-    """Create `folder`, claim it until this process ends, and return the folders that were created, innermost first.
+    """Create `folder`, claim it until this process exits, and return the created folders, innermost first.
 
-    `what` is its name in error messages, `flag` the option that chooses another.
+    `what` is the folder's name in error messages, `flag` the option that chooses a different one.
 
     Raises:
-        UsageError: it cannot be created, or another process has claimed it.
+        UsageError: the folder cannot be created, or another process has claimed it.
     """
     try:
         missing = tuple(path for path in (folder, *folder.parents) if not path.exists())
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # not inherited by programs that are started
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # child programs do not inherit it
     except OSError as error:
         raise UsageError(
-            f"cannot make the {what} {folder}: {error.strerror}", hint=f"choose another with {flag}"
+            f"cannot create the {what} {folder}: {error.strerror}", hint=f"choose another with {flag}"
         ) from error
     if not _lock(descriptor):
         pid = holder(os.fstat(descriptor).st_ino)
@@ -53,7 +53,7 @@ def remove_unused(made: Sequence[Path]) -> None:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Return whether a process has claimed `folder`; True if a folder cannot be locked."""
+    """Return whether any process has claimed `folder`; True if the file system cannot lock folders."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -65,7 +65,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def holder(inode: int) -> str | None:
-    """Return the pid of the process that has locked `inode`; None if the kernel does not report it."""
+    """Return the pid of the process that locked `inode`; None if the kernel does not report it."""
     with suppress(OSError):
         for fields in map(str.split, Path("/proc/locks").read_text().splitlines()):
             # 7: FLOCK ADVISORY WRITE 4711 fe:00:131074 0 EOF
@@ -75,7 +75,7 @@ def holder(inode: int) -> str | None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a folder unless this process has locked it already; return False if another process has."""
+    """Lock a folder unless this process already has; return False if another process has locked it."""
     status = os.fstat(descriptor)
     key = status.st_dev, status.st_ino
     if key in _held:
@@ -92,7 +92,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _forget() -> None:
-    """Close what a fork inherited: a claim must not outlive the process that made it."""
+    """Close the descriptors that a fork inherited: a claim must not outlive the process that made it."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

@@ -1,6 +1,6 @@
-"""The mark of a folder that Bridge made. Without it, files in a folder are never replaced or removed.
+"""The marker file in a folder that Bridge created. Without it, Bridge never replaces or removes files in a folder.
 
-The file is hidden, so that `cp run/* elsewhere` leaves it behind. Checkpoints and manifests have no mark: they are
+The file is hidden, so that `cp run/* elsewhere` does not copy it. Checkpoints and manifests have no marker: they are
 recognized by their content (`bridge/checkpoints/checkpoint.py`, `bridge/server/manifest.py`).
 """
 
@@ -21,19 +21,19 @@ Kind = Literal["run", "loop", "demo", "export"]
 
 
 def put(folder: Path, kind: Kind, *, names: Collection[str] = ()) -> None:
-    """Mark `folder` as made by Bridge, with the `names` of the files in it where these differ from model to model."""
+    """Mark `folder` as created by Bridge; `names` lists its files if they depend on the model."""
     document = {"made_by": MADE_BY, "kind": kind} | ({"files": sorted(names)} if names else {})
     atomic_file.replace(folder / NAME, (json.dumps(document) + "\n").encode())
 
 
 def kind_of(folder: Path) -> str | None:
-    """Return what Bridge made `folder` for; None if it did not."""
+    """Return what Bridge created `folder` for; None if Bridge did not create it."""
     kind = _read(folder).get("kind")
     return kind if isinstance(kind, str) else None
 
 
 def names_of(folder: Path) -> list[str]:
-    """Return the names of the files that Bridge wrote into `folder`, if its mark lists them."""
+    """Return the names of the files that Bridge wrote into `folder`, if its marker lists them."""
     names = _read(folder).get("files")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -47,47 +47,47 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def remove_if_alone(folder: Path) -> None:
-    """Remove the mark if `folder` holds nothing else."""
+    """Remove the marker if it is the only file in `folder`."""
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [NAME]:
             (folder / NAME).unlink()
 
 
 def refuse_foreign(folder: Path, names: Collection[str], *, flag: str) -> None:
-    """Raise UsageError if `folder` has no mark and Bridge would replace files in it that have these `names`.
+    """Raise UsageError if `folder` has no marker and already contains files with these `names`.
 
-    `flag` is the option that chooses another folder.
+    `flag` is the option that chooses a different folder.
     """
     taken = [path for name in sorted(names) if not _is_free(path := folder / name)]
     if taken and kind_of(folder) is None:
         raise UsageError(
-            f"{folder} was not made by Bridge, and these files would be replaced: {_listed(taken)}",
+            f"{folder} was not created by Bridge, and these files would be replaced: {_listed(taken)}",
             hint=f"choose a new or empty folder with {flag}",
         )
 
 
 def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -> None:
-    """Empty `folder` if Bridge wrote it for the same `kind`.
+    """Empty `folder` if Bridge created it for the same `kind`.
 
     Raises:
-        UsageError: it is a file, Bridge did not write it for `kind`, it holds files other than `names`, or is in use.
+        UsageError: `folder` is a file, was not created for `kind`, contains files other than `names`, or is in use.
     """
     folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file, expected a folder", hint=f"choose a folder with {flag}")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    elsewhere = f"choose another folder with {flag}, or remove this one yourself"
+    elsewhere = f"choose a different folder with {flag}, or remove this one yourself"
     if kind_of(folder) != kind:
-        raise UsageError(f"{folder} is not empty and holds no {kind} of Bridge", hint=elsewhere)
+        raise UsageError(f"{folder} is not empty and does not contain a Bridge {kind}", hint=elsewhere)
     ours = (*names, NAME)
-    half_written = tuple(f".{name}." for name in ours)  # by a process that was killed
+    half_written = tuple(f".{name}." for name in ours)  # left by a killed process
     paths = sorted(folder.iterdir(), key=lambda path: (path.name == NAME, path))
     foreign = [path for path in paths if not (path.name in ours or path.name.startswith(half_written))]
     if foreign:
-        raise UsageError(f"{folder} also holds files that Bridge did not make: {_listed(foreign)}", hint=elsewhere)
+        raise UsageError(f"{folder} also contains files that Bridge did not create: {_listed(foreign)}", hint=elsewhere)
     folder_claim.make(folder, what="folder", flag=flag)
-    for path in paths:  # the mark comes last, so that this can be repeated if it is interrupted
+    for path in paths:  # the marker comes last, so that an interrupted removal can be repeated
         if _is_folder(path):
             shutil.rmtree(path)
         else:
@@ -95,7 +95,7 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
 
 
 def _is_free(path: Path) -> bool:
-    """Return whether nothing is at `path`, or an empty folder."""
+    """Return whether `path` does not exist or is an empty folder."""
     return not any(path.iterdir()) if _is_folder(path) else not os.path.lexists(path)
 
 
@@ -104,5 +104,5 @@ def _is_folder(path: Path) -> bool:
 
 
 def _listed(paths: list[Path]) -> str:
-    """Return the names of a few files as text; a folder may hold thousands."""
+    """Return the names of the first few files as text; a folder may contain thousands."""
     return first_few([path.name for path in paths], separator=", ")

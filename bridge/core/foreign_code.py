@@ -1,4 +1,4 @@
-"""Load and run users' code, named `file.py:Name`, and report what it raises or returns in one safe line."""
+"""Load and run users' code, named `file.py:Name`, and describe its errors and results in one safe line."""
 
 import difflib
 import importlib.util
@@ -25,7 +25,7 @@ LIBRARIES = (
 )
 """Prefixes of files that error messages never point at."""
 Choice = Literal["environment", "reward", "loss"]
-"""The choice that names the object: its flag without the dashes."""
+"""The setting that names the object: its flag without the dashes."""
 FORMS: Mapping[Choice, str] = {
     "environment": "path/to/file.py:ClassName",
     "reward": "path/to/file.py:function",
@@ -37,12 +37,12 @@ NOUNS: Mapping[Choice, str] = {"environment": "class", "reward": "function", "lo
 
 @contextmanager
 def foreign_code(doing: str, file: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a RewardError, "`doing` raised ..."; `file` is the user's code."""
+    """Convert any exception in the block to a RewardError, "`doing` raised ..."; `file` is the user's code."""
     try:
         yield
     except BridgeError:
         raise
-    except (Exception, SystemExit) as error:  # foreign code may raise anything, and even call sys.exit
+    except (Exception, SystemExit) as error:  # foreign code may raise anything, or even call sys.exit
         location = location_of(error, file) or Path(file).name
         raise RewardError(
             f"{doing} raised {shortened(type(error).__name__)}{reason_of(error)} ({location})",
@@ -51,37 +51,37 @@ def foreign_code(doing: str, file: str) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return ": " and the exception's message on one line; nothing if it is empty."""
+    """Return ": " and the exception's message on one line; empty if there is no message."""
     try:
         words = str(error)
-    except Exception:  # noqa: BLE001  its own __str__ is foreign code too
+    except Exception:  # noqa: BLE001  its __str__ is foreign code, too
         return ""
     return f": {shortened(words, 200)}" if words else ""
 
 
 def shortened(value: object, limit: int = 60) -> str:
-    """Return `value` as text on one line of at most `limit` characters, without control characters."""
+    """Return `value` as a single line of at most `limit` characters, without control characters."""
     shown = escaped(" ".join(str(value).split())[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
 def described(value: object, limit: int = 60) -> str:
-    """Return the `repr` of a foreign value as `shortened` does; its type if `repr` fails."""
+    """Return the shortened `repr` of a foreign value, or its type if `repr` fails."""
     try:
         return shortened(repr(value), limit)
-    except Exception:  # noqa: BLE001  a foreign __repr__, a nesting too deep, an integer of too many digits
+    except Exception:  # noqa: BLE001  a foreign __repr__, too deep a nesting, or an integer with too many digits
         return f"a {shortened(type(value).__name__)} that cannot be printed"
 
 
 def surrogate_fault(prompt: Any) -> str:
-    """Return what is wrong with the characters of a prompt, text or messages; empty if nothing is."""
+    """Return what is wrong with the characters of a prompt (text or messages); empty if it is valid."""
     text = json.dumps(prompt, ensure_ascii=False, default=str, skipkeys=True)
     is_broken = LONE_SURROGATE.search(text) is not None
-    return f"{shortened(ascii(prompt))} has half of a surrogate pair, which is no character" if is_broken else ""
+    return f"{shortened(ascii(prompt))} has half of a surrogate pair, which is not a character" if is_broken else ""
 
 
 def source_file(kind: type) -> str:
-    """Return the file that defines the class `kind`, or its module's name if there is none."""
+    """Return the file that defines the class `kind`, or its module's name if there is no file."""
     try:
         return inspect.getfile(kind)
     except (TypeError, OSError):  # defined interactively, or in C
@@ -89,15 +89,15 @@ def source_file(kind: type) -> str:
 
 
 def location_of(error: BaseException, file: str) -> str | None:
-    """Return the last line of `file`, or of any file outside the libraries, that ran before `error` was raised."""
+    """Return where `error` was raised: the last frame in `file`, or in any file outside the libraries."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int):
-        frames.append((error.filename, error.lineno))  # no frame of the file ever ran
+        frames.append((error.filename, error.lineno))  # the file itself never ran, so it has no frame
     return location_in(frames, file)
 
 
 def location_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:
-    """Return the last of the `frames` (file, line) in `file` or outside the libraries; None if there is none."""
+    """Describe the last of the `frames` (file, line) in `file` or outside the libraries; None if there is none."""
     theirs = [frame for frame in frames if frame[0] == file or not frame[0].startswith(LIBRARIES)]
     if not theirs:
         return None
@@ -106,14 +106,14 @@ def location_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:
 
 
 def find_object(choice: Choice, name: str) -> Any:
-    """Return the class of an environment or the function of a reward or a loss that `name`, `file.py:Name`, refers to.
+    """Return the environment class, or the reward or loss function, that `name` (`file.py:Name`) refers to.
 
-    While the file is loaded its folder comes first on `sys.path`, as when Python runs the file, so it can import its
-    neighbors; a file of a package can import from the package, too. Imports inside functions that run later find only
-    what is imported already.
+    While the file loads, its folder comes first on `sys.path`, as when Python runs the file, so it can import modules
+    next to it; a file in a package can also import from the package. Imports inside functions that run later find only
+    modules that are already imported.
 
     Raises:
-        UsageError: there is no such file, or no such class or function in it.
+        UsageError: the file does not exist, or has no such class or function.
         RewardError: its code raised.
     """
     file = check_file(choice, name)
@@ -129,15 +129,15 @@ def find_object(choice: Choice, name: str) -> Any:
     problem = f"no {noun} {attribute!r} in {path}" if target is None else f"{attribute} in {path} is not a {noun}"
     close = difflib.get_close_matches(attribute, there, n=1) or there[:1] or [example]
     raise UsageError(
-        f"{problem}, it defines {', '.join(there) or f'no {noun} at all'}", hint=f"--{choice} {path}:{close[0]}"
+        f"{problem}; it defines {', '.join(there) or f'no {noun} at all'}", hint=f"--{choice} {path}:{close[0]}"
     )
 
 
 def check_file(choice: Choice, name: str) -> Path:
-    """Return the file that `name`, `file.py:Name`, refers to, without reading it.
+    """Return the file that `name` (`file.py:Name`) refers to, without reading it.
 
     Raises:
-        UsageError: it names no class or function, or there is no such file.
+        UsageError: `name` does not include a class or function, or the file does not exist.
     """
     written, _, _ = name.rpartition(":")
     if not written:
@@ -156,11 +156,11 @@ def _fits(choice: Choice, value: object) -> bool:
 
 
 def instance_of(kind: type, name: str) -> Any:
-    """Return an instance of the class `kind` of the environment `name`.
+    """Return an instance of `kind`, the class of the environment `name`.
 
     Raises:
-        UsageError: it needs constructor arguments.
-        RewardError: its code raised.
+        UsageError: the class requires constructor arguments.
+        RewardError: its code raised an exception.
     """
     with foreign_code(f"environment {name}: making {kind.__name__}()", source_file(kind)):
         needed = [
@@ -198,7 +198,7 @@ def _module(choice: Choice, path: Path, name: str) -> ModuleType:
 
 
 def _package(folder: Path) -> tuple[Path, list[str]]:
-    """Return the folder that holds the package `folder`, and the names from there on; without a package, none."""
+    """Return the folder that contains the outermost package of `folder`, and the package names below it."""
     names = list[str]()
     while folder.name.isidentifier() and paths.is_file(folder / "__init__.py"):
         names.insert(0, folder.name)

@@ -1,4 +1,4 @@
-"""How much main memory this process may still take, within the limits of its cgroups."""
+"""How much host memory this process may still allocate, within the limits of its cgroups."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, usage, and the key in memory.stat of memory that the kernel reclaims at once: cgroup v2, then v1."""
+"""Files with limit and usage, and the memory.stat key for immediately reclaimable memory: cgroup v2, then v1."""
 
 
 def left_bytes() -> int:
@@ -19,12 +19,12 @@ def left_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return what the kernel can provide without swapping."""
+    """Return the memory that the kernel can provide without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 def cgroup_left_bytes(root: Path = Path("/")) -> int | None:
-    """Return what the tightest cgroup of this process still allows; None if there is no limit."""
+    """Return the memory that the tightest cgroup limit of this process still allows; None without a limit."""
     left = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, inside = line.split(":", 2)
@@ -53,5 +53,5 @@ def _left_at(folder: Path) -> list[int]:
 
 
 def shm_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:  # noqa: S108  only its size is read
-    """Return the free space of /dev/shm; None if there is none."""
+    """Return the free space of /dev/shm; None if it does not exist."""
     return shutil.disk_usage(folder).free if folder.exists() else None

@@ -1,7 +1,7 @@
-"""Limits of an HTTP server that uvicorn runs: the size and time of a body, and connections without a request.
+"""Limits for an HTTP server run by uvicorn: the size and duration of a request body, and idle connections.
 
-uvicorn reads a body of any size into memory, waits forever for the rest of it, and accepts connections until the
-process has no file descriptors left.
+uvicorn reads a body of any size into memory, waits forever for an incomplete one, and accepts connections until the
+process runs out of file descriptors.
 """
 
 import asyncio
@@ -11,19 +11,19 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 BODY_LIMIT_BYTES = 128 * 2**20
-"""Largest body. A prompt of a million tokens takes 8 MiB."""
+"""Largest request body; a prompt of a million tokens takes 8 MiB."""
 BODY_LIMIT_S = 60.0
-"""Longest wait for the whole body."""
+"""Longest wait for the complete body."""
 MOST_WAITING = 1024
 TICK_S = 1.0
-"""A wait counts for at most this long: a longer one means that the event loop was blocked."""
+"""Most time that a single wait counts for: a longer one means that the event loop was blocked."""
 START_POLL_S = 0.05
 Message = MutableMapping[str, Any]
 """An ASGI event."""
 
 
-class Refusal(Exception):  # noqa: N818  the client gets it as an answer
-    """A request that is answered by an error."""
+class Refusal(Exception):  # noqa: N818  the client gets it as a response
+    """A request that is answered with an error."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
@@ -38,12 +38,12 @@ async def read_body(
     limit_bytes: int = BODY_LIMIT_BYTES,
     limit_s: float = BODY_LIMIT_S,
 ) -> list[Message]:
-    """Return a request's messages up to the end of its body, or to the end of the connection.
+    """Return a request's ASGI messages up to the end of its body or of the connection.
 
-    Time in which the event loop is blocked does not count: what arrived meanwhile is not late.
+    Time during which the event loop is blocked does not count: data that arrived meanwhile is not late.
 
     Raises:
-        Refusal: the body is too large or too late; the connection should be closed, since the rest may still arrive.
+        Refusal: the body is too large or too slow; close the connection, since the remainder may still arrive.
     """
     length = dict(headers).get(b"content-length", b"").decode("latin-1")
     size = int(length) if length.isdecimal() else 0
@@ -60,7 +60,7 @@ async def read_body(
                 await asyncio.wait({receiving}, timeout=min(TICK_S, limit_s - waited_s))
                 waited_s += min(time.monotonic() - began, TICK_S)
         finally:
-            receiving.cancel()  # without effect once it is done
+            receiving.cancel()  # no effect once it is done
         messages.append(receiving.result())
         received += len(messages[-1].get("body", b""))
         size = max(size, received)
@@ -71,22 +71,22 @@ async def read_body(
 
 
 def most_waiting() -> int:
-    """Return how many connections may wait for a request: a quarter of the file descriptors at most."""
+    """Return how many connections may be idle: at most a quarter of the file descriptors."""
     return min(MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
 async def limit_connections(server_of: Callable[[], Any], *, counts_answered: bool = False) -> None:
-    """Close the oldest connection without a request whenever there are more than `most_waiting` of them.
+    """Close the oldest connections without a request whenever there are more than `most_waiting`.
 
-    The newest stay, since a client sends its request right after it connects. With `counts_answered`, one that idles
-    between requests is one of them, which uvicorn itself closes only after a while. `server_of` returns None until
-    there is a server.
+    The newest ones stay open, since a client sends its request right after it connects. With `counts_answered`,
+    connections that idle between two requests also count; uvicorn itself closes these only after a while. `server_of`
+    returns None until the server exists.
     """
     while (server := server_of()) is None or not server.config.loaded:  # noqa: ASYNC110  vLLM sets no event
         await asyncio.sleep(START_POLL_S)
     protocol_class: Any = server.config.http_protocol_class
     silent = dict[Any, None]()
-    """Silent connections in the order in which they were accepted."""
+    """Idle connections, in the order in which they were accepted."""
 
     class LimitedProtocol(protocol_class):  # type: ignore[misc]
         def connection_made(self, transport: Any) -> None:
@@ -102,7 +102,7 @@ async def limit_connections(server_of: Callable[[], Any], *, counts_answered: bo
                 oldest.transport.abort()
 
         def _is_done_with(self, known: Any) -> bool:
-            """Return whether a connection became a websocket, or has sent the request that counts."""
+            """Return whether a connection no longer counts: it became a websocket, or has sent a request."""
             return known not in self.connections or (known.cycle is not None and not counts_answered)
 
         def connection_lost(self, error: Exception | None) -> None:

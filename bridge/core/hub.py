@@ -1,6 +1,6 @@
-"""Fetch a model's config.json from the hub before vLLM starts, which takes minutes to report that there is none.
+"""Fetch a model's config.json from the hub before vLLM starts, which takes minutes to report that it is missing.
 
-It also uploads what `bridge export` wrote.
+This module also uploads the folder that `bridge export` wrote.
 """
 
 import os
@@ -17,26 +17,26 @@ from bridge.errors import UsageError
 
 REQUEST_LIMIT_S = 5.0
 LIMIT_S = 10.0
-"""Limit for all requests together, because a DNS lookup has no time limit of its own."""
+"""Limit for all requests together, because a DNS lookup has no timeout of its own."""
 UNREACHABLE = ("ConnectError", "ConnectTimeout", "ConnectionError", "TimeoutError")
-"""Names of errors without a connection: the HTTP library of huggingface_hub depends on its version."""
+"""Names of connection errors: which HTTP library huggingface_hub uses depends on its version."""
 ELSEWHERE = "VLLM_USE_MODELSCOPE"
-"""Environment variable with which vLLM takes models from another hub."""
+"""Environment variable that makes vLLM load models from a different hub."""
 
 
 def fetch_config(model: str) -> Path | None:
-    """Return the folder with the configuration of `model` in the hub's cache; download it if needed.
+    """Return the folder with the configuration of `model` in the hub's cache, downloading it if needed.
 
-    None if vLLM would look for the model elsewhere.
+    None if vLLM would load the model from somewhere else.
 
     Raises:
-        UsageError: the hub has no such model, or no configuration of it, or does not answer.
+        UsageError: the hub does not have the model or its configuration, or does not answer.
     """
     if "://" in model or os.environ.get(ELSEWHERE, "").lower() in {"1", "true"}:
         return None
     try:
         return result_of(in_thread(lambda: _download(model), "download"), LIMIT_S).parent
-    except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
+    except Exception as error:  # the exceptions differ between versions of huggingface_hub
         why, hint = _explained(error, model)
         raise UsageError(f"--model {model}: {why}", hint=hint) from error
 
@@ -51,24 +51,24 @@ def _explained(error: Exception, model: str) -> tuple[str, str]:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{hub} has no such model, or hides it from you", "for a private model: hf auth login"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{hub} has no {CONFIG_NAME} of it", "choose a model in the format of transformers"
+        return f"{hub} has no {CONFIG_NAME} for it", "choose a model in transformers' format"
     return (
         f"not downloaded yet, and {'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else _no_answer(error)}",
-        f"give a folder, or download it where there is a network: hf download {model}",
+        f"name a folder, or download it on a machine with network access: hf download {model}",
     )
 
 
 def _no_answer(error: Exception) -> str:
-    root: BaseException = error  # huggingface_hub wraps the first cause in advice
+    root: BaseException = error  # huggingface_hub wraps the root cause in advice
     while root.__cause__ is not None:
         root = root.__cause__
     return f"the hub at {constants.ENDPOINT} does not answer ({shortened(root, 100) or f'within {LIMIT_S:g} s'})"
 
 
 def why_unreachable(data_set: str) -> str:
-    """Return why the hub cannot be reached for `data_set`; empty if it can: one that is slow to answer may yet do so.
+    """Return why the hub cannot be reached for `data_set`; empty if it can, or if it is merely slow.
 
-    The library datasets would retry for half a minute.
+    The `datasets` library itself would retry for half a minute.
     """
     try:
         asked = in_thread(
@@ -96,27 +96,27 @@ def _download(model: str) -> Path:
 
 
 def check_push(repo: str) -> None:
-    """Check that `repo` can be a name and that the hub knows who uploads, before anything takes long.
+    """Check that `repo` is a valid name and that the user is logged in, before any long work.
 
     Raises:
-        UsageError: the name is invalid, there is no login, or the hub does not answer.
+        UsageError: the name is invalid, the user is not logged in, or the hub does not answer.
     """
     try:
         hf_hub_url(repo, CONFIG_NAME)  # checks the name
         HfApi().whoami()
     except Exception as error:  # as above
         raise UsageError(
-            f"--push {repo}: {shortened(error, 200)}", hint="hf auth login; a name is ORGANISATION/NAME"
+            f"--push {repo}: {shortened(error, 200)}", hint="log in with: hf auth login; a name is ORGANISATION/NAME"
         ) from error
 
 
 def push(folder: Path, repo: str, *, leave_out: str) -> str:
-    """Upload the files of `folder` but the one named `leave_out`, and return the page of the repository.
+    """Upload the files of `folder` except `leave_out`, and return the URL of the repository's page.
 
-    A repository that does not exist is made, private.
+    A repository that does not exist is created as a private one.
 
     Raises:
-        UsageError: the hub refuses, or does not answer.
+        UsageError: the hub refuses the upload, or does not answer.
     """
     api = HfApi()
     try:
@@ -124,5 +124,5 @@ def push(folder: Path, repo: str, *, leave_out: str) -> str:
         api.upload_folder(repo_id=page.repo_id, folder_path=folder, ignore_patterns=[leave_out])
     except Exception as error:  # as above
         retry = f"hf upload {shlex.quote(repo)} {shlex.quote(str(folder))} --exclude {leave_out}"
-        raise UsageError(f"--push {repo}: {shortened(error, 200)}", hint=f"the folder is written; {retry}") from error
+        raise UsageError(f"--push {repo}: {shortened(error, 200)}", hint=f"the folder is complete; {retry}") from error
     return str(page)

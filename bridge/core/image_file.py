@@ -1,4 +1,4 @@
-"""Image files: what is wrong with one, and its pixels."""
+"""Check image files, and read their pixels."""
 
 import io
 import os
@@ -12,31 +12,31 @@ from bridge.core.redaction import escaped
 from bridge.errors import RewardError
 
 DEEP_MODES = ("I", "F")
-"""Prefixes of Pillow's modes with more than 8 bits, which it clips: nearly everything would be white."""
+"""Prefixes of Pillow's modes with more than 8 bits. Pillow clips their values, which would make most pixels white."""
 REPLACE = "replace the file, or leave the row out"
 PROGRAMS = ("EPS", "WMF")
-"""Formats that Pillow has other programs draw."""
+"""Formats that Pillow renders with external programs."""
 MAX_PIXELS = 8192 * 8192
-"""An image of twice as many takes gigabytes of memory until it is RGB."""
+"""Largest image; converting one with twice as many pixels to RGB takes gigabytes of memory."""
 MAX_BYTES = 2**28
 MAX_READS = 1_000_000
-"""Reads of one file. Pillow looks for the beginning of some formats byte by byte: a file of zeros would take hours."""
+"""Most reads of one file. Pillow searches for the start of some formats byte by byte: a file of zeros takes hours."""
 
 
 class _Searched(io.BufferedReader):
-    """A file that is not searched forever."""
+    """A file that limits the number of reads."""
 
     _num_reads = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._num_reads += 1
         if self._num_reads > MAX_READS:
-            raise ValueError(f"it holds no image that {MAX_READS:,} reads find")
+            raise ValueError(f"no image was found in it within {MAX_READS:,} reads")
         return super().read(size)
 
 
 def fault(path: str) -> str:
-    """Return what is wrong with an image; empty if nothing is. Only the start of the file is read."""
+    """Return what is wrong with an image; empty if it is valid. Only the start of the file is read."""
     try:
         with _opened(path):
             return ""
@@ -45,10 +45,11 @@ def fault(path: str) -> str:
 
 
 def read(path: str) -> Any:
-    """Return an image upright and in RGB, on white where it is transparent, as vLLM's own routes do.
+    """Return an image as vLLM's own routes prepare it: upright, in RGB, with transparent parts on white.
 
     Raises:
-        RewardError: it cannot be read, is too large, its numbers are larger than a byte, or it is a program.
+        RewardError: the image cannot be read, is too large, has more than 8 bits per channel, or needs an external
+            program to render.
     """
     from PIL import ImageOps
 
@@ -58,7 +59,7 @@ def read(path: str) -> Any:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Open an image whose header is right; RewardError whatever the block raises, too."""
+    """Open an image after checking its header; convert any exception in the block to RewardError."""
     from PIL import Image, UnidentifiedImageError
 
     name = escaped(path)
@@ -80,7 +81,7 @@ def _opened(path: str) -> Iterator[Any]:
         raise
     except UnidentifiedImageError as error:
         raise RewardError(f"the image {name} cannot be read: cannot identify image file", hint=REPLACE) from error
-    except Exception as error:  # what a damaged file raises is for Pillow's plugins to choose
+    except Exception as error:  # Pillow's plugins raise any exception for a damaged file
         why = f"{type(error).__name__}{reason_of(error)}"
         raise RewardError(f"the image {name} cannot be read: {why}", hint=REPLACE) from error
 
@@ -91,7 +92,7 @@ def _fault_of(name: str, image: Any) -> str:
         shown = f"{width * height:,} pixels ({width:,} x {height:,})"
         return f"the image {name} has {shown}, expected at most {MAX_PIXELS:,}"
     if image.format in PROGRAMS:
-        return f"the image {name} is {image.format}, which other programs draw, expected a format of pixels such as PNG"
+        return f"the image {name} is {image.format}, which needs an external program, expected pixels, as in PNG"
     if image.mode.startswith(DEEP_MODES):
         return f"the image {name} has 16 bits or more per channel (mode {image.mode}), expected 8"
     return ""

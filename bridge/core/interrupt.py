@@ -1,6 +1,7 @@
-"""Defer signals that end a process to the end of a block, or let them act at once inside such a block.
+"""Defer terminating signals until the end of a block, or let them take effect immediately inside such a block.
 
-What they do is up to their handlers; `bridge` lets them raise KeyboardInterrupt (`cli/bridge_cli/signals.py`).
+Their effect is up to their handlers; the `bridge` command has them raise KeyboardInterrupt
+(`cli/bridge_cli/signals.py`).
 """
 
 import queue
@@ -15,22 +16,22 @@ from typing import Any
 from bridge.types import Result
 
 WAKE_S = 0.2
-"""Longest part of a wait that an interrupt should end."""
+"""Longest uninterruptible part of a wait."""
 COMPILER = "compiler"
-"""Name of a thread in which torch compiles: the interpreter would crash if it ended under that."""
+"""Name of a thread in which torch compiles: the interpreter would crash if it exited before such a thread."""
 SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
-"""Signals that come from outside and end a process without a handler: from a person, a terminal that closes, or a
-scheduler (Slurm sends SIGUSR1 or SIGXCPU before it kills)."""
+"""External signals that end a process without a handler: sent by a user, a closing terminal, or a scheduler (Slurm
+sends SIGUSR1 or SIGXCPU before it kills)."""
 
 
 @dataclass(frozen=True)
 class _Deferred:
-    """The handler of one signal in one block that defers it."""
+    """The handler for one signal in a block that defers it."""
 
     waiting: list[int]
-    """The signals that arrived, of the whole block."""
+    """The signals that arrived during the block, shared by all its handlers."""
     outside: Any
     """The handler outside the block."""
 
@@ -40,9 +41,10 @@ class _Deferred:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Defer every signal of `SIGNALS` until the end of the outermost such block, then let the last one act.
+    """Defer the signals in `SIGNALS` until the end of the outermost such block, then let the last one take effect.
 
-    After an error of that block none does: it would hide the error. One that is handled inside the block costs none.
+    If the outermost block raises, deferred signals are dropped, because they would hide the error. Errors that are
+    handled inside the block do not drop any.
     """
     waiting: list[int] = []
     with _handled_by(lambda handler: handler if isinstance(handler, _Deferred) else _Deferred(waiting, handler)):
@@ -53,9 +55,9 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def acting_interrupt() -> Iterator[None]:
-    """Let every signal of `SIGNALS` act at once, including deferred ones, whatever blocks around defer them.
+    """Let the signals in `SIGNALS`, including deferred ones, take effect immediately, even within a deferring block.
 
-    A signal without a handler raises KeyboardInterrupt here: if it ended the process, nothing could be undone.
+    A signal without a handler raises KeyboardInterrupt here: if it killed the process, nothing could be undone.
     """
     with _handled_by(_outside) as before:
         came = []
@@ -68,17 +70,18 @@ def acting_interrupt() -> Iterator[None]:
 
 
 def wait_until(wait: Callable[[float], object]) -> None:
-    """Call `wait(seconds)` until it returns something true; an interrupt acts between two calls.
+    """Call `wait(seconds)` until it returns a true value; interrupts take effect between two calls.
 
-    Without a time limit, an interrupt may be lost. A signal goes to any thread that unblocks signals at that moment,
-    as one does that starts a thread or a process; Python runs the handler in the main thread, but nothing wakes it.
+    A single wait without a timeout could miss an interrupt. A signal goes to any thread that has signals unblocked at
+    that moment, such as one that is starting a thread or a process; Python runs the handler in the main thread, but
+    nothing wakes that thread.
     """
     while not wait(WAKE_S):
         pass
 
 
 def next_item(items: "queue.SimpleQueue[Result]") -> Result:
-    """Return the next item of a queue; an interrupt ends the wait for it."""
+    """Return the next item of a queue; an interrupt ends the wait."""
     while True:
         try:
             return items.get(timeout=WAKE_S)
@@ -88,7 +91,7 @@ def next_item(items: "queue.SimpleQueue[Result]") -> Result:
 
 @contextmanager
 def taken(lock: "threading.RLock | threading.Lock") -> Iterator[None]:
-    """Hold `lock` inside the block; an interrupt ends the wait for it, and leaves it free."""
+    """Hold `lock` inside the block; an interrupt ends the wait without acquiring the lock."""
     is_taken = False
     try:
         while not is_taken:
@@ -102,9 +105,9 @@ def taken(lock: "threading.RLock | threading.Lock") -> Iterator[None]:
 
 @contextmanager
 def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, Any]]:
-    """Replace each signal's handler by `change(handler)` and yield the old ones; none outside the main thread.
+    """Replace each signal's handler with `change(handler)`, and yield the old ones; a no-op outside the main thread.
 
-    An ignored signal, as with `nohup`, stays ignored; one that is handled outside Python is left alone.
+    Ignored signals, as with `nohup`, stay ignored; those handled outside Python are not touched.
     """
     if threading.current_thread() is not threading.main_thread():
         yield {}
@@ -116,11 +119,11 @@ def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, A
             signal.signal(number, change(handler))
         yield before
     finally:
-        for number, handler in reversed(before.items()):  # Ctrl-C last: it would leave the others as they are
+        for number, handler in reversed(before.items()):  # Ctrl-C last: its handler may raise
             signal.signal(number, handler)
 
 
 def _outside(handler: Any) -> Any:
-    """Return the handler outside the block that defers a signal; one that raises, if none would handle it."""
+    """Return the handler outside the deferring block; one that raises KeyboardInterrupt if there is none."""
     outside = handler.outside if isinstance(handler, _Deferred) else handler
     return signal.default_int_handler if outside == signal.SIG_DFL else outside

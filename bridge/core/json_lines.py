@@ -1,6 +1,6 @@
-"""Files with one JSON object per line, which grow step by step and are cut back when a run resumes.
+"""Files with one JSON object per line, which grow step by step and are truncated when a run resumes.
 
-A line is in the operating system's hands when `append` returns. A killed process can leave half a line at the end.
+When `append` returns, the operating system has the line. A killed process can leave half a line at the end.
 """
 
 import json
@@ -15,21 +15,21 @@ from bridge.core.atomic_file import one_line_errors
 from bridge.core.foreign_code import described
 
 LONGEST_REPR = 10_000
-"""Characters of the `repr` of a value that JSON cannot hold."""
+"""Most characters to write of the `repr` of a value that JSON cannot represent."""
 LONGEST_INTEGER = 14_000
-"""Bits of an integer that Python writes in decimal."""
+"""Bits of the longest integer that Python writes in decimal."""
 
 
 def line(document: Mapping[str, Any]) -> str:
-    """Return `document` as JSON on one line, in ASCII: no character in it ends a line for any reader."""
+    """Return `document` as one line of ASCII JSON, so that no reader sees a line break inside it."""
     return json.dumps(plain(document), allow_nan=False)
 
 
 def parsed(text: str | bytes) -> Any:
-    """Return a JSON document that somebody else wrote; an integer of more digits than Python converts stays text.
+    """Parse foreign JSON; an integer with more digits than Python converts stays a string.
 
     Raises:
-        ValueError: it is not JSON, or not text, or nested too deeply: nothing else is raised.
+        ValueError: the document is not valid JSON, not text, or nested too deeply. Nothing else is raised.
     """
     try:
         return json.loads(text)
@@ -49,7 +49,7 @@ def _integer(digits: str) -> int | str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop keys whose value is null, at any depth: Parquet gives each object the keys of all others."""
+    """Drop keys whose value is null, at any depth, because Parquet gives each object the keys of all others."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -59,7 +59,7 @@ def append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per document.
 
     Raises:
-        UsageError: the disk is full or refuses.
+        UsageError: the disk is full, or the write fails.
     """
     lines = "".join(line(document) + "\n" for document in documents)
     with one_line_errors(path), path.open("a") as file:
@@ -67,12 +67,12 @@ def append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
 
 
 def cut(path: Path, step: int) -> int | None:
-    """Move everything from the first line of a later step to `lost(path)`; return the step of the last line kept.
+    """Move everything from the first line with a step after `step` to `lost(path)`; return the last step kept.
 
-    The lines kept are neither held in memory nor rewritten.
+    The lines that are kept are neither loaded into memory nor rewritten.
 
     Raises:
-        UsageError: the disk is full or refuses.
+        UsageError: the disk is full, or the write fails.
     """
     last = None
     end = 0
@@ -89,7 +89,7 @@ def cut(path: Path, step: int) -> int | None:
     if rest:
         rest = rest if rest.endswith(b"\n") else rest + b"\n"
         before = lost(path).read_bytes() if lost(path).exists() else b""
-        if not before.endswith(rest):  # else a process was killed right after it had moved them
+        if not before.endswith(rest):  # otherwise a process was killed right after it moved them
             atomic_file.replace(lost(path), before + rest)
         with one_line_errors(path):
             os.truncate(path, end)
@@ -97,21 +97,21 @@ def cut(path: Path, step: int) -> int | None:
 
 
 def lost(path: Path) -> Path:
-    """Return the file of the lines that `cut` moved."""
+    """Return the file to which `cut` moves lines."""
     return path.with_name(f"{path.stem}_lost{path.suffix}")
 
 
 def fsync(path: Path) -> None:
-    """Flush the file, if there is one, to the disk: a power cut must not leave a checkpoint without its step's line."""
+    """Flush the file, if it exists, to disk: a power failure must not leave a checkpoint without its step's line."""
     if path.exists():
         with one_line_errors(path), path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: numbers that are not finite become null, unknown objects their repr.
+    """Convert `value` to JSON types: non-finite numbers become null, unknown objects their repr.
 
-    An integer too long for Python to write in decimal becomes hexadecimal text.
+    An integer too long for Python to write in decimal becomes a hexadecimal string.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Logging as all of Bridge uses it: each module logs to its own logger below `bridge`."""
+"""Logging helpers: each module of Bridge logs to its own logger below `bridge`."""
 
 import functools
 import logging
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def handled_by(handler: logging.Handler) -> Iterator[None]:
-    """Send what Bridge logs in the block to `handler`, from INFO on."""
+    """Send Bridge's log records from the block to `handler`, at level INFO and above."""
     logger = logging.getLogger("bridge")
     level = logger.level
     logger.addHandler(handler)
@@ -22,7 +22,7 @@ def handled_by(handler: logging.Handler) -> Iterator[None]:
 
 @functools.cache
 def info_once(logger: logging.Logger, line: str) -> None:
-    """Log a line, once in a process."""
+    """Log a line only once per process."""
     logger.info(line)
 
 

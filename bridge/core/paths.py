@@ -1,4 +1,4 @@
-"""Paths as people write them: `~` is the home folder, and a name that no file can have names no file."""
+"""Paths as users write them: `~` is the home folder, and an invalid name means that the file does not exist."""
 
 import atexit
 import os
@@ -7,14 +7,14 @@ import tempfile
 from pathlib import Path
 
 CONFIG_NAME = "config.json"
-"""File of a transformers model."""
+"""Configuration file of a transformers model."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""File of a PEFT adapter."""
+"""Configuration file of a PEFT adapter."""
 
 
 def expanded(path: str | Path) -> Path:
-    """Return a path with a leading `~` or `~user` replaced by that home folder, if there is one, as a shell does."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111  Path.expanduser raises where there is no such user
+    """Expand a leading `~` or `~user` to the home folder, if it exists, as a shell does."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  Path.expanduser raises for an unknown user
 
 
 def temporary_folder(prefix: str) -> Path:
@@ -31,10 +31,10 @@ def temporary_folder(prefix: str) -> Path:
 
 
 def is_file(path: str | Path) -> bool:
-    """Return whether there is such a file; `Path.is_file` raises where a name is too long."""
+    """Return whether the file exists; `Path.is_file` would raise if the name is too long."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return whether there is such a folder; `Path.is_dir` raises where a name is too long."""
+    """Return whether the folder exists; `Path.is_dir` would raise if the name is too long."""
     return os.path.isdir(path)  # noqa: PTH112

@@ -1,4 +1,4 @@
-"""Identities of processes that stay unique when a pid is reused or the machine reboots, and the sockets of this one.
+"""Process identities that stay unique when a pid is reused or the machine reboots, and this process's sockets.
 
 Source: proc(5): field 22 of `/proc/PID/stat` is the start time in clock ticks since boot.
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 ENDED = "ZX"
-"""States of a process that has ended: not reaped yet, or about to vanish."""
+"""States of a process that has exited: a zombie, or dead."""
 
 
 class ProcessIdentity(BaseModel):
-    """One process of one boot."""
+    """One process during one boot."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -42,11 +42,11 @@ class ProcessIdentity(BaseModel):
         return cls.of(os.getpid())
 
     def is_visible(self) -> bool:
-        """Return whether the caller is in the same pid namespace; otherwise `is_alive` means nothing."""
+        """Return whether the caller is in the same pid namespace; otherwise `is_alive` is meaningless."""
         return self.pid_namespace == _pid_namespace()
 
     def is_alive(self) -> bool:
-        """Return whether this very process still runs; a zombie does not."""
+        """Return whether this same process still runs; a zombie does not."""
         stat = _state_and_start(self.pid)
         return stat is not None and stat[0] not in ENDED and stat[1] == self.start_ticks
 
@@ -70,10 +70,10 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
 
 
 def sockets() -> set[int]:
-    """Return the descriptors of this process that are sockets."""
+    """Return this process's descriptors that are sockets."""
     descriptors = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own, which is closed
+        with suppress(OSError):  # the descriptor of the listing itself, closed by now
             if str(descriptor.readlink()).startswith("socket:"):
                 descriptors.add(int(descriptor.name))
     return descriptors

@@ -1,4 +1,4 @@
-"""Run a module of ours in another Python with a time limit: a crash or a hang there harms nobody here.
+"""Run a Bridge module in a separate Python process with a time limit, so that it can crash or hang without harm.
 
 Not covered: servers and other processes that live as long as a run (`bridge/processes/children.py`).
 """
@@ -18,26 +18,26 @@ from bridge.core.interrupt import acting_interrupt, deferred_interrupt, wait_unt
 from bridge.errors import BridgeError, first_line
 
 Began = Callable[[subprocess.Popen[str]], object]
-"""Gets a process once it runs."""
+"""Callback that receives a process once it has started."""
 POLL_S = 0.1
 ERROR = "error: "
-"""Start of the line on stderr that says why a program of ours failed."""
+"""Prefix of the line on stderr with which a child program reports why it failed."""
 _ROOT = str(Path(__file__).parents[2])
 _START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a child ended."""
+    """The result of a child process."""
 
     returncode: int | None
-    """Its exit status, negative for a signal; None: it was killed at the time limit."""
+    """Exit status, negative for a signal; None: killed at the time limit."""
     stdout: str = ""
     last_error_line: str = ""
-    """Its line `error: ...`, else the last line on stderr; empty if there is none."""
+    """Text of its `error: ...` line, otherwise the last line on stderr; empty if there is none."""
 
     def trouble(self) -> str | None:
-        """Return in a few words why it failed; None if it did not."""
+        """Return briefly why the child failed; None if it succeeded."""
         if self.returncode == 0:
             return None
         if self.returncode is None:
@@ -55,9 +55,10 @@ def run_child(
     own_group: bool = True,
     began: Began | None = None,
 ) -> Ended:
-    """Run `python -m module`, without the current folder on the path, and wait until it ends.
+    """Run `python -m module` without the current folder on the path, and wait until it exits.
 
-    A child of a child stays in its parent's process group (`own_group=False`), so that killing the group kills both.
+    A child that is started by a child must stay in its parent's process group (`own_group=False`), so that killing the
+    group kills both.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments],
@@ -76,7 +77,7 @@ def run_child(
     except BaseException as error:
         if own_group:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the child leads its own group: nobody else is in it
+                os.killpg(process.pid, signal.SIGKILL)  # the child leads its own group, which contains no other process
         else:
             process.kill()
         stdout, stderr = process.communicate()
@@ -88,7 +89,7 @@ def run_child(
 
 
 def run_children(run: Callable[[int, Began], str], count: int) -> list[str]:
-    """Return `run(index, began)` of each index, all at the same time; if one fails, or on Ctrl-C, all processes end."""
+    """Return `run(index, began)` for each index, run concurrently; on an error or Ctrl-C, kill all processes."""
     processes: list[subprocess.Popen[str]] = []
 
     def have_ended(seconds: float) -> bool:
@@ -102,7 +103,7 @@ def run_children(run: Callable[[int, Began], str], count: int) -> list[str]:
         try:
             with acting_interrupt():
                 wait_until(have_ended)
-        finally:  # they would wait for each other
+        finally:  # otherwise they would wait for each other
             while wait(results, timeout=POLL_S).not_done:
                 for process in processes:
                     process.kill()
@@ -110,7 +111,7 @@ def run_children(run: Callable[[int, Began], str], count: int) -> list[str]:
 
 
 def exit_code(program: Callable[..., None], *arguments: str) -> int:
-    """Run a child's program and return its exit code; the last line on stderr says why it failed."""
+    """Run the program of a child process and return its exit code; on failure, the last line on stderr says why."""
     try:
         program(*arguments)
     except (BridgeError, OSError, RuntimeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""Redact passwords, tokens and keys in what others may read (reports, events, environments); escape control characters.
+"""Redact secrets where others may read them (reports, events, environments), and escape control characters.
 
-Files that only their owner may read hold everything (`config.json`, `serve.log`, the manifest).
+Files that only their owner may read are not redacted (`config.json`, `serve.log`, the manifest).
 
 Source: proc(5), `/proc/PID/environ` and fields 50 and 51 of `/proc/PID/stat`; setenv(3), which copies.
 """
@@ -16,7 +16,7 @@ from bridge.errors import UsageError
 
 HIDDEN = "***"
 PRIVATE_CHOICES = ("start_command",)
-"""Choices that are hidden as a whole: a command line can hold a secret in any form."""
+"""Settings that are hidden entirely: a command line can contain a secret in any form."""
 SECRET_FLAG = re.compile(r"--?[\w-]*(key|token|secret|password|credentials?)$", re.IGNORECASE)
 SECRET_VARIABLE = re.compile(
     r"(^|_)(keys?|token|secrets?|credentials?|passphrase|passwd)(_|$)|_(pass|pwd|pat|auth)$"
@@ -25,12 +25,12 @@ SECRET_VARIABLE = re.compile(
 )
 OF_THE_HUB = "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"
 NEEDS_THE_HUB = re.compile(r"huggingface\.co|\bon the Hub\b|\bgated (repo|dataset)\b", re.IGNORECASE)
-"""Errors of the Hugging Face libraries about a private or gated data set; they do not name the variable."""
+"""Matches the Hugging Face libraries' errors about private or gated data sets, which do not name the variable."""
 FREE_FLAGS = ("--start-command", "--start_command")
 ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories of invisible characters: controls, marks of direction, halves of a surrogate pair."""
+"""Unicode categories of invisible characters: control characters, direction marks, halves of surrogate pairs."""
 JOINERS = dict.fromkeys(map(ord, "\u200c\u200d\ufe0e\ufe0f"))
-"""Left out: they join characters to a picture, whose width differs between terminals."""
+"""Characters to drop: they join others into one glyph, whose width differs between terminals."""
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VALUE_IN_URL = re.compile(r"(://[^\s?#]*\?|&)([^\s=&#]+)=[^\s&#]+")
 
@@ -49,7 +49,7 @@ def redact_urls(text: str) -> str:
 
 
 def redacted_arguments(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield a command's arguments, with the values of flags hidden whose names suggest a secret."""
+    """Yield a command's arguments, hiding the values of flags whose names suggest a secret."""
     hides_next = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -62,10 +62,10 @@ def redacted_arguments(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def worker_environment(kept: Collection[str]) -> dict[str, str]:
-    """Return the environment of this process without secrets, except the variables in `kept`.
+    """Return this process's environment without secrets, except for the variables in `kept`.
 
     Raises:
-        UsageError: one of these is not set.
+        UsageError: a variable in `kept` is not set.
     """
     if missing := sorted(set(kept) - os.environ.keys()):
         raise UsageError(
@@ -76,12 +76,12 @@ def worker_environment(kept: Collection[str]) -> dict[str, str]:
 
 
 def hidden_variables(kept: Collection[str]) -> list[str]:
-    """Return the names of the variables of this process that its workers do not get."""
+    """Return the names of this process's environment variables that are hidden from its workers."""
     return [name for name in os.environ if SECRET_VARIABLE.search(name) and name not in kept]
 
 
 def env_hint(text: str, kept: Collection[str]) -> str:
-    """Return a hint to append if `text` names a variable that workers do not get; else an empty string."""
+    """Return a hint to append if `text` names a variable that is hidden from workers; otherwise an empty string."""
     of_the_hub = OF_THE_HUB if NEEDS_THE_HUB.search(text) else ()
     if named := [
         name for name in hidden_variables(kept) if name in of_the_hub or re.search(rf"\b{re.escape(name)}\b", text)
@@ -91,7 +91,7 @@ def env_hint(text: str, kept: Collection[str]) -> str:
 
 
 def hide_environment() -> None:
-    """Overwrite the secrets in `/proc/PID/environ` of this process, where they stay when `os.environ` loses them.
+    """Overwrite the secrets in this process's `/proc/PID/environ`, where they remain even if `os.environ` drops them.
 
     All processes of the same user can read that file, including those that a worker starts. `os.environ` is unchanged.
     """
@@ -104,7 +104,7 @@ def hide_environment() -> None:
         name, equals, _ = entry.partition(b"=")
         if equals and SECRET_VARIABLE.search(os.fsdecode(name)):
             if name in os.environb:
-                os.putenv(name, os.environb[name])  # a copy, in place of the pointer to this memory
+                os.putenv(name, os.environb[name])  # replaces the pointer to this memory with a copy
             ctypes.memset(address, 0, len(entry))
         address += len(entry) + 1
 

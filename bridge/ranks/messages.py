@@ -1,8 +1,8 @@
-"""Encode what ranks send each other, and the outcome of a phase, as JSON: no message can run code.
+"""Encode the objects that ranks exchange, and the outcomes of their phases, as JSON, which cannot execute code.
 
-Numbers keep every bit. Besides JSON's own types it carries tuples, bytes, dictionaries with any keys, paths, tensors,
-and the dataclasses and pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096
-tokens takes milliseconds. A field whose metadata is `NOT_SENT` is not sent.
+Numbers are preserved bit for bit. In addition to JSON's own types, messages support tuples, bytes, dictionaries with
+any keys, paths, tensors, and the dataclasses and pydantic models of the `bridge` package. Long tuples of numbers are
+packed: encoding a step of 64 x 4096 tokens takes milliseconds. A field whose metadata is `NOT_SENT` is not sent.
 
 Source: "Using distributed features" in PyTorch's SECURITY.md.
 """
@@ -25,17 +25,17 @@ from bridge.errors import BridgeError, RankError, UsageError
 from bridge.types import NOT_SENT
 
 PLAIN = {str, int, float, bool, type(None)}
-"""Types that JSON keeps as they are."""
+"""Types that JSON represents directly."""
 CODES = {"ints": "q", "floats": "d"}
-"""Kinds of packed rows, and their codes in `array`."""
+"""Tags of packed tuples, and their type codes in `array`."""
 LEAST_PACKED = 16
 PACKAGE = "bridge."
 FIELDS_SET = "model_fields_set"
-"""pydantic's name for the fields of a model that were given a value."""
+"""pydantic's attribute with the names of the fields that were set explicitly."""
 AGREED = "was_agreed"
-"""Attribute of an error that ranks raise together: how many."""
+"""Attribute of an error that ranks raise together: the number of these ranks."""
 OF_TENSORS = "is_of_tensors"
-"""Attribute of an error that an exchange of tensors raises: the rank that failed may report why."""
+"""Attribute of an error in a tensor exchange, for which the failed rank may still report the cause."""
 INTERRUPTED = "interrupted"
 gather_bytes: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it."""
@@ -47,13 +47,13 @@ class Outcome:
 
     result: Any = None
     error: BaseException | None = None
-    """An error that every rank can raise: a BridgeError or an interrupt."""
+    """A BridgeError or an interrupt, which every rank can raise."""
     fault: str = ""
     """Any other error, on one line."""
     raised: BaseException | None = None
-    """The error itself, on the rank that raised it."""
+    """The original exception; set only on the rank that raised it."""
     message: bytes = b"[null]"
-    """The result as it is sent."""
+    """The encoded result."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -64,7 +64,7 @@ class Outcome:
         return cls(fault=f"{type(error).__name__}: {error}", raised=error)
 
     def dumps(self) -> bytes:
-        """Return a line about an error, and the result on the next one."""
+        """Encode the error on the first line, and the result on the second."""
         error = self.error
         kind = INTERRUPTED if isinstance(error, KeyboardInterrupt) else ""
         text = self.fault
@@ -98,39 +98,39 @@ class Outcome:
 
 
 def dumps(value: object) -> bytes:
-    """Return `value` as JSON.
+    """Encode `value` as JSON.
 
     Raises:
-        UsageError: something in it cannot be sent.
+        UsageError: `value` contains an object that cannot be sent.
     """
     return json.dumps(_encoded(value)).encode()
 
 
 def loads(message: bytes) -> Any:
-    """Return the value of a message.
+    """Decode a message.
 
     Raises:
-        RankError: it was not made by `dumps`.
+        RankError: `dumps` did not produce this message.
     """
     try:
         return _decoded(json.loads(message))
     except (ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
         raise RankError(
-            f"a message of another rank cannot be read: {type(error).__name__}: {error}",
-            hint="a host runs other code, or another process reaches this run's ports: use a network that you trust",
+            f"a message from another rank cannot be read: {type(error).__name__}: {error}",
+            hint="a host runs different code, or a foreign process connects to this run's ports: use a trusted network",
         ) from error
 
 
 def _error(kind: str, message: str, hint: str) -> BridgeError:
-    """Return the error of a rank; `kind` is the name of its class."""
+    """Recreate the error of a rank; `kind` is the name of its class."""
     error_class = _class(kind)
     if not issubclass(error_class, BridgeError):
-        raise RankError(f"a message of another rank has no error named {kind}", hint="run the same code on all hosts")
+        raise RankError(f"a message from another rank has no error named {kind}", hint="run the same code on all hosts")
     return error_class(message, hint=hint)
 
 
 def exchange(mine: bytes, group: "dist.ProcessGroup", size: int) -> list[bytes]:
-    """Send `mine` to the `size` ranks of `group`, and return what each sent, in the order of the ranks."""
+    """Send `mine` to the `size` ranks of `group`, and return what each rank sent, in rank order."""
     lengths = torch.empty(size, dtype=torch.int64)
     gather_bytes(lengths, torch.tensor([len(mine)]), group=group)
     longest = int(lengths.max())
@@ -143,7 +143,7 @@ def exchange(mine: bytes, group: "dist.ProcessGroup", size: int) -> list[bytes]:
 
 
 def _encoded(value: Any) -> Any:
-    """Return JSON's own types: a plain value or a list unchanged, everything else as {its tag: its content}."""
+    """Convert to JSON's own types: scalars and lists of scalars unchanged, everything else as {tag: content}."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -157,7 +157,7 @@ def _encoded(value: Any) -> Any:
     if not kind.__module__.startswith(PACKAGE) or (fields := _fields(value)) is None:
         raise UsageError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: {repr(value)[:80]}",
-            hint="with several GPUs, a problem holds text, numbers, true, false, null, lists and dictionaries",
+            hint="with several GPUs, a problem may hold only text, numbers, true, false, null, lists and dictionaries",
         )
     return {name_of(kind): {name: _encoded(item) for name, item in fields.items()}}
 
@@ -169,7 +169,7 @@ def _encoded_tuple(value: tuple[Any, ...]) -> dict[str, Any]:
             if kinds == {kind}:
                 try:
                     return {name: _text(array.array(CODES[name], value).tobytes())}
-                except OverflowError:  # a number of more than 64 bits
+                except OverflowError:  # a number that does not fit into 64 bits
                     break
         if kinds == {tuple} and len({*map(len, value)}) == 1 and value[0]:
             return {"columns": [_encoded(column) for column in zip(*value, strict=True)]}
@@ -220,15 +220,15 @@ def name_of(kind: type) -> str:
 
 
 def _class(name: str) -> type[Any]:
-    """Return the dataclass, model or error of the `bridge` package with this name: nothing else is called."""
+    """Return the dataclass, model or error with this name from `bridge`; nothing else can be instantiated."""
     module, _, attribute = name.partition(":")
     if not module.startswith(PACKAGE):
-        raise ValueError(f"{name} is not a class of Bridge")
+        raise ValueError(f"{name} is not a Bridge class")
     record = getattr(importlib.import_module(module), attribute)
     if not (
         isinstance(record, type) and (dataclasses.is_dataclass(record) or issubclass(record, BaseModel | BridgeError))
     ):
-        raise ValueError(f"{name} is not a record")
+        raise ValueError(f"{name} is not a dataclass, pydantic model or error")
     return record
 
 

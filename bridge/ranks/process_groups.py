@@ -1,4 +1,4 @@
-"""Make the process groups of a run: a rendezvous at a store, then the connections between ranks."""
+"""Create the process groups of a run: a rendezvous through a store, then the connections between ranks."""
 
 import os
 import socket
@@ -17,14 +17,15 @@ from bridge.errors import RankError, UsageError
 OBJECT_LIMIT = timedelta(hours=24)
 """Longest wait for another rank's object: that rank may be starting a server or sampling."""
 DEVICE_LIMIT = timedelta(minutes=5)
-"""Longest wait for a tensor of another rank."""
+"""Longest wait for another rank's tensor."""
 RENDEZVOUS_LIMIT_S = 600.0
-"""Longest wait for all ranks."""
+"""Longest wait for all ranks to join."""
 SILENCE_S = 30
-"""TCP keepalive: a connection to a host that lost its power is dropped after this time, not after gloo's timeout."""
+"""TCP keepalive: a connection to a host that lost power is dropped after this time, not after gloo's timeout."""
 POLL_S = 0.1
 NCCL_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""By default it ends the process when an exchange is aborted or late; `Watch` ends the exchange, and the run saves."""
+"""Environment variable of NCCL's watchdog, which by default kills the process if a collective is aborted or times
+out. It is disabled: `Watch` aborts the collective, so that the run can still save."""
 
 
 def rendezvous(
@@ -35,10 +36,10 @@ def rendezvous(
     device: torch.device,
     listener: socket.socket | None,
 ) -> tuple[Any, set[int]]:
-    """Make the default group, and return a store for the watch and the group's connections.
+    """Create the default group; return a store for the watch, and the group's connections.
 
     Raises:
-        RankError: another rank did not join.
+        RankError: another rank did not join in time.
     """
     is_server = listener is not None
     on_gpu = device.type == "cuda"
@@ -50,7 +51,7 @@ def rendezvous(
     deadline = time.monotonic() + RENDEZVOUS_LIMIT_S
     while not store.check([*map(str, range(world_size))]):
         if time.monotonic() > deadline:
-            raise RankError("another rank ended before it was ready", hint="its output says why")
+            raise RankError("another rank exited before it was ready", hint="its output says why")
         time.sleep(POLL_S)
     os.environ.setdefault(NCCL_WATCHDOG, "0")
     before = sockets()
@@ -67,15 +68,15 @@ def rendezvous(
 
 
 def check_same(store: Any, rank: int, world_size: int, name: str, value: int) -> None:
-    """Compare a choice on which the groups of ranks depend, before they are made.
+    """Check that all ranks have the same setting, on which the process groups depend, before these are created.
 
     Raises:
-        UsageError: another rank has another value.
+        UsageError: another rank has a different value.
     """
     store.set(f"{name}{rank}", str(value))
     values = [int(store.get(f"{name}{number}")) for number in range(world_size)]
     store.set(f"{name}{rank} read", "")
-    if rank == 0:  # its process serves the store
+    if rank == 0:  # its process hosts the store
         store.wait([f"{name}{number} read" for number in range(world_size)])
     if differing := [number for number in values if number != values[0]]:
         raise UsageError(
@@ -84,7 +85,7 @@ def check_same(store: Any, rank: int, world_size: int, name: str, value: int) ->
 
 
 def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:
-    """Make the group for the objects of these ranks; None: all ranks."""
+    """Create a gloo group in which these ranks exchange objects; None: all ranks."""
     ranks = None if members is None else [*members]
     group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=OBJECT_LIMIT)
     return group
@@ -92,7 +93,7 @@ def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:
 
 @contextmanager
 def tcp_keepalive() -> Iterator[None]:
-    """Enable TCP keepalive on every connection made in the block, with a timeout of `SILENCE_S`."""
+    """Enable TCP keepalive, with a timeout of `SILENCE_S`, on every connection that the block opens."""
     before = sockets()
     yield
     for descriptor in sockets() - before:

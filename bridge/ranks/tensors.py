@@ -1,8 +1,8 @@
-"""Tensors that ranks exchange: as bytes, because neither NCCL nor gloo takes every dtype.
+"""Exchange tensors between ranks, as bytes, because neither NCCL nor gloo supports every dtype.
 
-Sums are added up in the order of the ranks, so that no result depends on a library's algorithm.
+Sums are accumulated in rank order, so that results do not depend on a library's reduction algorithm.
 
-Shape suffixes: R blocks, B elements of a block.
+Shape suffixes: R blocks, B elements per block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from bridge.types import Result
 
 
 class Tensors:
-    """Exchanges of tensors with the other ranks of a group."""
+    """Exchanges tensors with the other ranks of a group."""
 
     def __init__(self, rank: int, world_size: int, tp_size: int, cp_size: int) -> None:
         self.rank = rank
@@ -30,14 +30,14 @@ class Tensors:
         self.tp_size = tp_size
         self.cp_size = cp_size
         self.is_broken = False
-        """Whether a rank exited: the others cannot agree on anything any more."""
+        """Whether a rank exited, so that the others can no longer agree on anything."""
         self._tensors: dist.ProcessGroup | None = None
-        """torch's group for tensors; None: the default group."""
+        """torch's process group for tensors; None: the default group."""
         self._watch: Watch | None = None
         self._all: Any = self
-        """This process among all ranks of the run."""
+        """The object for this process in the group of all ranks."""
         self._members: Sequence[int] = range(world_size)
-        """The group's ranks, by their numbers among all."""
+        """The global ranks of the group's members."""
 
     @property
     def pass_size(self) -> int:
@@ -46,51 +46,51 @@ class Tensors:
 
     @property
     def share(self) -> int:
-        """The number of the share of a batch that this rank trains on, from 0 to `num_shares` - 1."""
+        """Index of the share of a batch that this rank trains on, from 0 to `num_shares` - 1."""
         return self.rank // self.pass_size
 
     @property
     def num_shares(self) -> int:
-        """Number of shares of a batch."""
+        """Number of shares that a batch is split into."""
         return self.world_size // self.pass_size
 
     def one_per_share(self, results: Sequence[Result]) -> list[Result]:
-        """Return those of the first rank of every share of a batch."""
+        """Return the results of the first rank of each share of a batch."""
         return [*results[:: self.pass_size]]
 
     def all_reduce(self, numbers: Tensor) -> Tensor:
-        """Return the sum of every rank's `numbers`, added up in the order of the ranks."""
+        """Return the sum of `numbers` over all ranks, accumulated in rank order."""
         return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers))
 
     def all_reduce_shares(self, numbers: Tensor) -> Tensor:
-        """Return the sum of the `numbers` of every share of a batch, whose ranks have the same, in their order."""
+        """Return the sum of `numbers` over the shares of a batch, in order; all ranks of a share have equal numbers."""
         return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers)[:: self.pass_size])
 
     def _of_every_rank(self, numbers: Tensor) -> Tensor:
         return self.all_gather(numbers.reshape(1, -1).contiguous()).view(self.world_size, *numbers.shape)
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        """Return every rank's tensor of this shape [R, ...] after each other: [ranks * R, ...]."""
+        """Concatenate every rank's tensor [R, ...] in rank order: [ranks * R, ...]."""
         whole = mine.new_empty((self.world_size * len(mine), *mine.shape[1:]))
         self._exchange(gather_bytes, _bytes(whole), _bytes(mine))
         return whole
 
     def all_gather_into(self, whole: Tensor) -> None:
-        """Fill `whole` [ranks * R, ...] in place, of which every rank has filled its own R rows."""
+        """Fill `whole` [ranks * R, ...] in place; each rank has already filled its own R rows."""
         count = len(whole) // self.world_size
         self._exchange(gather_bytes, _bytes(whole), _bytes(whole[self.rank * count : (self.rank + 1) * count]))
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Return the sum over the ranks of this rank's rows of `whole` [ranks * R, ...], as float32 [R, ...].
 
-        Each rank receives its rows from all others, in their own dtype, and adds them up.
+        Each rank receives its rows from all others, in their original dtype, and sums them.
         """
         received = torch.empty_like(whole)
         self._exchange(dist.all_to_all_single, _bytes(received), _bytes(whole))
         return sum_in_order(received.view(self.world_size, -1, *whole.shape[1:]))
 
     def all_to_all(self, sent: Sequence[bytes | bytearray], lengths: Sequence[int]) -> list[bytes]:
-        """Send every rank its own bytes, and return what each sent to this one: as many as `lengths` says."""
+        """Send `sent[i]` to rank i, and return the bytes that each rank sent to this one; `lengths` are their sizes."""
         received = torch.empty(sum(lengths), dtype=torch.uint8)
         joined = np.frombuffer(bytearray().join(sent), dtype=np.uint8)
         sizes = [len(content) for content in sent]
@@ -99,7 +99,7 @@ class Tensors:
         return [part.numpy().tobytes() for part in received.split([*lengths])]
 
     def _exchange(self, act: Callable[..., Any], received: Tensor, sent: Tensor) -> None:
-        """Exchange tensors with every rank."""
+        """Run the collective `act` under the watch."""
         watch = self._all._watch
         assert watch is not None, "a single rank exchanges nothing"
         try:
@@ -111,7 +111,7 @@ class Tensors:
 
     @contextmanager
     def _errors_of_torch(self) -> Iterator[None]:
-        """Turn torch's error about a rank that exited into a RankError."""
+        """Convert torch's errors about a lost rank to RankError."""
         world = self._all
         try:
             yield
@@ -126,12 +126,12 @@ class Tensors:
             reason = watched or str(error).partition(". This is")[0].splitlines()[0]
             raise RankError(
                 f"rank {world.rank} of {world.world_size} lost another rank: {reason}",
-                hint="continue with --resume; the rank that ended first says why",
+                hint="continue with --resume; the rank that exited first says why",
             ) from error
 
 
 def sum_in_order(tensors: Tensor) -> Tensor:
-    """Add up tensors [ranks, ...] in their order, in float32 at least."""
+    """Sum tensors [ranks, ...] in order, in float32 or wider."""
     total = tensors[0].float() if tensors.dtype == torch.bfloat16 else tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor

@@ -1,4 +1,4 @@
-"""Ranks of a program that torchrun has started, or any launcher that sets torch's environment variables.
+"""Ranks of a program started by torchrun, or by any launcher that sets torch's environment variables.
 
 Source: "Environment Variables" of torchrun (PyTorch's documentation).
 """
@@ -16,7 +16,7 @@ from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PORT_KEY = "bridge/port"
-"""Key of the store under which rank 0 writes its port."""
+"""Store key under which rank 0 writes its port."""
 LIMIT = timedelta(minutes=10)
 """Longest wait for rank 0."""
 
@@ -25,14 +25,14 @@ def world_size() -> int:
     """Return the number of processes that were started together; 1 without a launcher.
 
     Raises:
-        UsageError: the variables are not those of a launcher: processes that do not know of each other would each
-            train alone, and one that has another's number would wait for it.
+        UsageError: the variables are incomplete or inconsistent: the processes would train independently of each
+            other, or wait for a rank that does not exist.
     """
     size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
     if size == 1:
         return 1
     if missing := [name for name in NAMES if name not in os.environ]:
-        raise _not_a_launcher(f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set")
+        raise _not_a_launcher(f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set")
     if size < 1 or not 0 <= _number("RANK") < size:
         raise _not_a_launcher(f"RANK is {os.environ['RANK']} of WORLD_SIZE {size}")
     if not 0 < _number("MASTER_PORT") < 2**16:
@@ -41,7 +41,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return the number of this process among them."""
+    """Return the rank of this process; 0 without a launcher."""
     return _number("RANK") if world_size() > 1 else 0
 
 
@@ -54,29 +54,29 @@ def _number(name: str) -> int:
 
 def _not_a_launcher(what: str) -> UsageError:
     return UsageError(
-        f"the environment is not that of a launcher: {what}",
+        f"the environment variables of a launcher are inconsistent: {what}",
         hint="start all processes with torchrun --nproc-per-node N; for one process, unset WORLD_SIZE",
     )
 
 
 def join(device: torch.device, *, tp_size: int) -> Ranks:
-    """Join the other processes; `tp_size` of them in a row train on one server.
+    """Join the other processes; each `tp_size` consecutive ranks train on one server.
 
     Raises:
-        UsageError: the processes are no multiple of `tp_size`, or have joined already.
-        RankError: one did not join.
+        UsageError: the number of processes is not a multiple of `tp_size`, or they have already joined.
+        RankError: a process did not join in time.
     """
     number = rank()
     size = world_size()
     if size % tp_size:
         raise UsageError(
-            f"{size} processes were started, and the server's weights are in {tp_size} parts",
-            hint=f"torchrun --nproc-per-node {tp_size}, or a multiple of it, with a server for each {tp_size}",
+            f"{size} processes were started, but the server's tensor-parallel size is {tp_size}",
+            hint=f"use torchrun --nproc-per-node {tp_size}, or a multiple of it, with one server per {tp_size} ranks",
         )
     if dist.is_initialized():
         raise UsageError(
-            "this process is in a group of torch.distributed already, and a policy makes its own",
-            hint="attach one policy in each process, before init_process_group; others with reads_only=True",
+            "this process has already initialized torch.distributed, but a policy must do that itself",
+            hint="attach one policy per process, before init_process_group; attach any others with reads_only=True",
         )
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
     host = os.environ["MASTER_ADDR"]

@@ -1,4 +1,4 @@
-"""Watch the other ranks of a run, so that none waits for one that cannot answer."""
+"""Watch the other ranks of a run, so that no rank waits for one that cannot respond."""
 
 import os
 import socket
@@ -12,35 +12,36 @@ import torch
 
 PERIOD_S = 0.5
 FAILED = "failed_"
-"""Prefix of a store's key, before a rank; the value is the number of the phase in which it failed."""
+"""Prefix of a store key, followed by a rank; the value is the number of the phase in which the rank failed."""
 BEAT = "beat_"
-"""Prefix of a store's key, before a rank; the value is how often it has shown that it runs."""
+"""Prefix of a store key, followed by a rank; the value is the number of heartbeats that the rank has sent."""
 BEAT_S = 5.0
-"""Period in which a rank shows that it runs, and looks at the others."""
+"""Interval at which a rank sends a heartbeat and checks those of the others."""
 SILENT_LIMIT_S = 300.0
-"""A rank that showed no sign of life for so long is lost: it is stopped, or its host is."""
+"""A rank without a heartbeat for this long is lost: it, or its host, is stopped."""
 LATE_LIMIT_S = 300.0
-"""Longest wait for a tensor; gloo has the same, `DEVICE_LIMIT`."""
+"""Longest wait for a tensor; gloo has the same limit, `DEVICE_LIMIT`."""
 ABORT_LIMIT_S = 30.0
-"""Longest wait for NCCL to abort what it exchanges."""
+"""Longest wait for NCCL to abort its collectives."""
 
 
 class Watch:
-    """Ends the waiting for a rank that cannot take part: it failed before an exchange, exited, or stopped running.
+    """Stops waiting for a rank that cannot take part because it failed before an exchange, exited, or hangs.
 
-    gloo and NCCL would wait for their timeout: both for a rank that failed and still runs, NCCL also for one that
-    exited; and for an object, gloo waits as long as another rank may sample. A thread of each rank looks at the others'
-    connections, failures and signs of life, and closes this rank's connections; what waits for them then raises.
+    Otherwise gloo and NCCL would wait for their timeout: both for a rank that failed but still runs, NCCL also for one
+    that exited. For objects, gloo's timeout is as long as another rank may sample. A thread on each rank checks the
+    other ranks' connections, failures and heartbeats. If one is lost, it closes this rank's connections, and whatever
+    waits for them raises.
 
-    On a GPU an aborted exchange leaves its tensor as it was and lets the stream continue, so every exchange is waited
-    for on the host before its result is used, and raises if it was aborted.
+    On a GPU, an aborted exchange leaves its tensor unchanged and lets the stream continue. So the host waits for every
+    exchange before its result is used, and raises if it was aborted.
 
     Source: recv(2), MSG_PEEK; `torch.distributed.distributed_c10d.Backend.abort`; `ProcessGroupNCCL.hpp` of torch,
     `ErrorHandlingMode`.
     """
 
     def __init__(self, store: Any, device: torch.device, rank: int, world_size: int, phase: Callable[[], int]) -> None:
-        """Prepare; `phase` numbers what all ranks do together."""
+        """Create the watch without starting it; `phase` returns the number of the current phase, equal on all ranks."""
         self._store = store
         self._device = device
         self._rank = rank
@@ -49,19 +50,19 @@ class Watch:
         self._connections: list[socket.socket] = []
         """Connections that exchange tensors."""
         self._object_connections: list[socket.socket] = []
-        """Connections that exchange objects; a rank that failed still reports why."""
+        """Connections that exchange objects; through them, a failed rank can still report the cause."""
         self._num_exchanges = 0
         self._is_exchanging = False
-        """Whether this rank is in an exchange, its beginning included: NCCL connects to the others at first use."""
+        """Whether this rank is in an exchange, including its start: NCCL connects to the other ranks on first use."""
         self._members: Collection[int] = ()
-        """Ranks in the exchange."""
+        """Ranks that take part in the exchange."""
         self._parts: Collection[int] = ()
         """Tensor- or context-parallel peers of the current pass."""
         self._signs = SignsOfLife(store, rank, world_size)
         self.reason = ""
-        """Why the waiting was ended; empty while it was not."""
+        """Why waiting was stopped; empty if it was not."""
         self._num_rounds = 0
-        """Rounds of the watch, each of which asks the store."""
+        """Number of rounds of the watch, each of which queries the store."""
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=act, name="watch of the ranks", daemon=True) for act in (self._run, self._supervise)
@@ -81,10 +82,10 @@ class Watch:
             thread.start()
 
     def exchange(self, begin: Callable[[], Any], members: Collection[int]) -> None:
-        """Begin an exchange among `members`, and wait until it has ended.
+        """Start an exchange among `members`, and wait until it completes.
 
         Raises:
-            RuntimeError: it was broken off.
+            RuntimeError: the exchange was aborted.
         """
         self._members = members
         self._num_exchanges += 1
@@ -97,10 +98,10 @@ class Watch:
 
     @contextmanager
     def computing(self, parts: Collection[int]) -> Iterator[None]:
-        """Break off exchanges of these ranks inside the block, too, of which torch alone knows.
+        """Also abort exchanges with these ranks inside the block that only torch knows about.
 
         Raises:
-            RuntimeError: one was broken off.
+            RuntimeError: an exchange was aborted.
         """
         self._parts = parts
         try:
@@ -110,17 +111,17 @@ class Watch:
             self._parts = ()
 
     def failed(self) -> None:
-        """Report to the other ranks that this one leaves the phase."""
-        with suppress(RuntimeError):  # the first rank is gone
+        """Report to the other ranks that this rank failed in the current phase."""
+        with suppress(RuntimeError):  # the first rank has exited
             self._store.set(f"{FAILED}{self._rank}", str(self._phase()))
 
     def is_lost(self, ranks: Collection[int]) -> bool:
-        """Return whether any rank has ended, or one of these has failed in this phase."""
+        """Return whether any rank has exited, or one of `ranks` has failed in this phase."""
         if self.reason or any(map(_is_closed, self._connections)):
             return True
         try:
             return any(map(self._has_failed, ranks))
-        except RuntimeError:  # the first rank is gone
+        except RuntimeError:  # the first rank has exited
             return True
 
     def close(self) -> None:
@@ -145,13 +146,13 @@ class Watch:
             before = is_lost
             is_lost = False
             waits = False
-            with suppress(Exception):  # any error: without this thread, a rank may wait forever
+            with suppress(Exception):  # whatever the error: without this thread, a rank may wait forever
                 is_lost = self.is_lost({*self._members, *self._parts})
                 waits = bool(self._parts) or self._is_exchanging
             late_s = late_s + PERIOD_S if self._is_exchanging and self._num_exchanges == last else 0.0
             last = self._num_exchanges
-            if is_lost and before and waits:  # twice: the last bytes of an exchange may be on their way
-                self._break_off("it ended, or failed", self._connections)
+            if is_lost and before and waits:  # twice: the last bytes may still be in transit
+                self._break_off("it exited or failed", self._connections)
                 return
             if late_s > LATE_LIMIT_S:
                 self._break_off(f"it sent no tensor for {late_s:.0f} s", self._connections)
@@ -161,7 +162,7 @@ class Watch:
                 return
 
     def _supervise(self) -> None:
-        """Give up rank 0 if its store does not answer: a store's client waits without a limit."""
+        """Give up on rank 0 if its store does not answer: a store client has no timeout."""
         num_rounds = silent_s = 0.0
         while not self._is_over.wait(BEAT_S) and not self.reason:
             silent_s = 0.0 if self._num_rounds != num_rounds else silent_s + BEAT_S
@@ -170,8 +171,8 @@ class Watch:
                 self._give_up(0)
 
     def _give_up(self, rank: int) -> None:
-        """Break off everything, objects included, because of a rank that is stopped."""
-        reason = f"rank {rank} showed no sign of life for {SILENT_LIMIT_S:.0f} s"
+        """Abort all exchanges, including those of objects, because a rank hangs."""
+        reason = f"rank {rank} has sent no heartbeat for {SILENT_LIMIT_S:.0f} s"
         self._break_off(reason, [*self._connections, *self._object_connections])
 
     def _has_failed(self, rank: int) -> bool:
@@ -179,11 +180,11 @@ class Watch:
         return self._store.check([key]) and bytes(self._store.get(key)) == str(self._phase()).encode()
 
     def _break_off(self, reason: str, connections: Collection[socket.socket]) -> None:
-        """Close connections, the store's included, and raise `reason` wherever this rank waits."""
+        """Close connections, including the store's, so that whatever this rank waits for raises `reason`."""
         self.reason = reason
         groups = self._groups if self._device.type == "cuda" else []
         aborts = [threading.Thread(target=self._abort, args=(group,), daemon=True) for group in groups]
-        for abort in aborts:  # side by side: one waits for the device, on which the exchange of another hangs
+        for abort in aborts:  # concurrently: one abort may wait for the device, on which another group's exchange hangs
             abort.start()
         for abort in aborts:
             abort.join(ABORT_LIMIT_S)
@@ -192,34 +193,34 @@ class Watch:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _abort(self, group: Any) -> None:
-        with suppress(RuntimeError):  # the connections are left to close
+        with suppress(RuntimeError):  # the connections are closed below instead
             group._get_backend(self._device).abort()
 
 
 class SignsOfLife:
-    """Counts that ranks raise at a store while they run.
+    """Heartbeat counters that ranks increment in a store while they run.
 
-    Time is counted in this rank's own beats: if all ranks were stopped together and continue, none is lost.
+    Time is measured in this rank's own heartbeats, so that no rank is lost if all were suspended and resumed together.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
         self._last = {other: b"" for other in range(world_size) if other != rank}
-        """The last count of every other rank."""
+        """The last heartbeat count of every other rank."""
         self._silent_s = dict.fromkeys(self._last, 0.0)
-        """Seconds without a change, by rank."""
+        """Seconds without a heartbeat, by rank."""
         self._count = 0
         self._next = time.monotonic()
 
     def silent_rank(self) -> int | None:
-        """Beat, if it is time, and return a rank that was silent for too long.
+        """Send a heartbeat if one is due, and return a rank that was silent for too long.
 
-        A rank that has not beaten yet counts from this rank's first beat.
+        For a rank that has not sent any heartbeat yet, time counts from this rank's first one.
         """
         if time.monotonic() < self._next:
             return None
-        with suppress(RuntimeError):  # the first rank is gone
+        with suppress(RuntimeError):  # the first rank has exited
             self._beat()
         self._next = time.monotonic() + BEAT_S
         return next((rank for rank, silent_s in self._silent_s.items() if silent_s > SILENT_LIMIT_S), None)
@@ -235,7 +236,7 @@ class SignsOfLife:
 
 
 def _peer(descriptor: int) -> socket.socket | None:
-    """Duplicate a descriptor if it is a connection to another rank; else return None."""
+    """Duplicate a descriptor if it is a connection to another rank; otherwise return None."""
     connection = socket.socket(fileno=os.dup(descriptor))
     with suppress(OSError):
         if connection.type == socket.SOCK_STREAM and connection.getpeername():

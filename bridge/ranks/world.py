@@ -1,8 +1,8 @@
-"""The ranks of a run, under torch's names: objects and outcomes that they share.
+"""The ranks of a run, in torch's terms, and the objects and outcomes that they exchange.
 
 Every rank makes the same sequence of calls, whatever its data. A single rank has no process group and copies nothing.
 
-Not covered: tensors (`tensors.py`), how objects become messages (`messages.py`), how ranks are started
+Not covered: tensors (`tensors.py`), the encoding of objects (`messages.py`), how ranks are started
 (`cli/bridge_cli/rank_launcher.py`).
 """
 
@@ -28,11 +28,11 @@ FENCE_LIMIT = timedelta(minutes=10)
 """Longest wait for another rank's object inside the fence, where servers are paused."""
 LOOPBACK = "127.0.0.1"
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Variables that name the network interface on which ranks listen for each other."""
+"""Environment variables that name the network interface on which ranks listen."""
 
 
 class Ranks(Tensors):
-    """This process among the ranks of a run, or among those of its `tp_group`, `cp_group` or `dp_group`."""
+    """This process in a group of ranks: all ranks of a run, or its `tp_group`, `cp_group` or `dp_group`."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, tp_size: int = 1, cp_size: int = 1) -> None:
         super().__init__(rank, world_size, tp_size, cp_size)
@@ -40,17 +40,17 @@ class Ranks(Tensors):
         self.tp_rank = rank % tp_size
         self.dp_size = world_size // tp_size
         self._objects: dist.ProcessGroup | None = None
-        """gloo group for objects: one, because a rank outside a fence may report to those inside why it failed."""
+        """gloo group for objects; the same one inside a fence, so that a rank outside it can report its failure."""
         self._limit = process_groups.OBJECT_LIMIT
         self._num_exchanges = 0
-        """Exchanges of objects so far, the same number on all ranks."""
+        """Number of object exchanges so far, equal on all ranks."""
         alone = self if world_size == 1 else ALONE
         self.tp_group: Ranks = alone
         """The ranks of this rank's replica."""
         self.cp_group: Ranks = alone
-        """The ranks of the replicas that cut a micro-batch's tokens among them."""
+        """The ranks that split the tokens of a micro-batch."""
         self.dp_group: Ranks = self if tp_size == 1 else alone
-        """The ranks with the same part of the weights, in the order of their replicas."""
+        """The ranks with the same part of the weights, in replica order."""
 
     @classmethod
     def join(
@@ -68,8 +68,8 @@ class Ranks(Tensors):
         """Join the other ranks at `port` of `host`, where rank 0 listens with `listener`.
 
         Raises:
-            RankError: one did not join.
-            UsageError: they were started with different `tp_size` or `cp_size`.
+            RankError: a rank did not join in time.
+            UsageError: the ranks were started with a different `tp_size` or `cp_size`.
         """
         assert tp_size == 1 or cp_size == 1, "refused by the configuration"
         ranks = cls(rank, world_size, tp_size, cp_size)
@@ -92,8 +92,8 @@ class Ranks(Tensors):
         return ranks
 
     def _one_of(self, divisions: Sequence[range]) -> "Ranks":
-        """Return this rank among those of its group; all ranks make all groups, in this order."""
-        assert self._watch is not None, "it was made for all ranks"
+        """Return this rank's group out of `divisions`; every rank creates all groups, in this order."""
+        assert self._watch is not None, "the watch is created first"
         mine = ALONE
         for members in divisions:
             if len(members) == 1:
@@ -115,33 +115,33 @@ class Ranks(Tensors):
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this rank reports and saves for all."""
+        """Whether this rank logs and saves on behalf of all ranks."""
         return self.rank == 0
 
     @property
     def is_tp_rank_zero(self) -> bool:
-        """Whether this rank talks to its replica's server."""
+        """Whether this rank calls its replica's server."""
         return self.tp_rank == 0
 
     @property
     def pass_group(self) -> "Ranks":
-        """The ranks that compute a pass together: they train on one share of a batch, and exchange in every layer."""
+        """The ranks that compute a pass together: they train on one share of a batch and communicate in every layer."""
         return self.cp_group if self.cp_size > 1 else self.tp_group
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group of torch for tensors, of several ranks."""
+        """The torch process group for tensors; only with several ranks."""
         assert self._tensors is not None, self.world_size
         return self._tensors
 
     def one_per_replica(self, results: Sequence[Result]) -> list[Result]:
-        """Return those of the first rank of every replica."""
+        """Return the results of the first rank of each replica."""
         return [*results[:: self.tp_size]]
 
     def close(self) -> None:
-        """Leave the process groups, without waiting for the others."""
+        """Leave the process groups without waiting for the other ranks."""
         if self._objects is not None:
-            assert self._watch is not None, "it was made with them"
+            assert self._watch is not None, "the watch is created with the groups"
             self._watch.close()
             for ranks in (self, self.tp_group, self.cp_group, self.dp_group):
                 ranks._objects = None
@@ -149,7 +149,7 @@ class Ranks(Tensors):
 
     @contextmanager
     def in_fence(self) -> Iterator[None]:
-        """Wait for other ranks at most `FENCE_LIMIT` inside the block."""
+        """Limit the wait for other ranks to `FENCE_LIMIT` inside the block."""
         before = self._all._limit
         self._all._limit = FENCE_LIMIT
         try:
@@ -159,10 +159,10 @@ class Ranks(Tensors):
 
     @contextmanager
     def in_pass(self) -> Iterator[None]:
-        """Compute with the ranks of `pass_group`, which communicate in every layer: one failure stops all.
+        """Compute with the ranks of `pass_group`, which communicate in every layer: a failure on one stops all.
 
         Raises:
-            RankError: this rank is out of memory, or another one failed.
+            RankError: this rank is out of memory, or another rank failed.
         """
         if self.pass_size == 1:
             yield
@@ -177,30 +177,30 @@ class Ranks(Tensors):
             what = "is out of memory" if is_memory else "stopped in a pass"
             reported = RankError(
                 f"rank {self.rank} of {self.world_size} {what}: {first_line(error)}",
-                hint="--resume with --kv-sleep always, --gradient-checkpointing or a lower --micro-batch-tokens"
+                hint="use --resume with --kv-sleep always, --gradient-checkpointing or a lower --micro-batch-tokens"
                 if is_memory
-                else "continue with --resume; the rank that ended first says why",
+                else "continue with --resume; the rank that exited first says why",
             )
             setattr(reported, OF_TENSORS, True)
             raise reported from error
 
     def check_abort(self) -> None:
-        """Raise if another rank has failed or exited; call it during something long, such as a server's start.
+        """Raise if another rank has failed or exited; call this during long operations, such as a server start.
 
         Raises:
-            RankError: one has; its own error, if it can report it, takes precedence at the end of the phase.
+            RankError: a rank has failed; its own error, if it can report it, takes precedence when the phase ends.
         """
         watch = self._all._watch
         if watch is not None and watch.is_lost(range(self._all.world_size)):
             error = RankError(
                 f"rank {self.rank} of {self.world_size} stopped, since another rank failed",
-                hint="the rank that ended first says why",
+                hint="the rank that exited first says why",
             )
             setattr(error, OF_TENSORS, True)
             raise error
 
     def all_gather_object(self, mine: Result) -> list[Result]:
-        """Return the object of every rank, in the order of the ranks; raises as `run_and_gather` does."""
+        """Return every rank's object, in rank order; raises the same errors as `run_and_gather`."""
         return self.run_and_gather(lambda: mine)
 
     def barrier(self) -> None:
@@ -208,15 +208,15 @@ class Ranks(Tensors):
         self.all_gather_object(None)
 
     def run_and_gather(self, act: Callable[[], Result], *, undo: Callable[[], object] | None = None) -> list[Result]:
-        """Run `act` on every rank, and return all results; if it raises on any, raise that on every rank.
+        """Run `act` on every rank, and return all results; if it raises on any rank, raise that error on every rank.
 
-        `undo` is called where `act` did not raise and another rank's did. Calls nest: what an inner one raised
-        everywhere passes through those around it. So an error anywhere inside ends all ranks together.
+        `undo` is called on the ranks on which `act` succeeded if it failed on another one. Calls nest: an error that
+        an inner call raised on all ranks passes through the outer calls, so an error anywhere ends all ranks together.
 
         Raises:
             KeyboardInterrupt: a rank was interrupted.
-            BridgeError: that of the first rank that failed.
-            RankError: that rank raised something else, or one exited.
+            BridgeError: the error of the first rank that failed.
+            RankError: that rank raised any other error, or a rank exited.
         """
         if self.world_size == 1:
             return [act()]
@@ -235,7 +235,7 @@ class Ranks(Tensors):
         if error is None:
             error = RankError(
                 f"rank {first} of {self.world_size} failed: {outcomes[first].fault}",
-                hint="its traceback is in its log; the other ranks ended with it",
+                hint="its traceback is in its log; the other ranks stopped with it",
             )
         if error is not mine.raised:
             error.__context__ = mine.raised
@@ -243,14 +243,14 @@ class Ranks(Tensors):
         raise error
 
     def run_on_all(self, act: Callable[[], Result], *, undo: Callable[[], object] | None = None) -> Result:
-        """Return this rank's result of `act`, of any type, once all have theirs; raises as `run_and_gather` does."""
+        """Run `act` on every rank, and return this rank's result, of any type; raises the same as `run_and_gather`."""
         mine = list[Result]()
         self.run_and_gather(lambda: mine.append(act()), undo=undo)
         return mine[0]
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Raise an error of the block on every rank, once all have left theirs; raises as `run_and_gather`."""
+        """Wait until all ranks have left the block, and raise an error of any on all; raises like `run_and_gather`."""
         raised: BaseException | None = None
 
         def outcome() -> None:
@@ -260,18 +260,18 @@ class Ranks(Tensors):
         try:
             try:
                 yield
-            except BaseException as error:  # noqa: BLE001  raised again, on every rank
+            except BaseException as error:  # noqa: BLE001  raised again on every rank
                 raised = error
             self.run_and_gather(outcome)
         finally:
-            raised = None  # its traceback holds this frame
+            raised = None  # its traceback references this frame
 
     def run_on_rank_zero(self, act: Callable[[], Result]) -> Result:
-        """Run `act` on rank 0 and return its result on every rank; if it raises, raise that on every rank."""
+        """Run `act` on rank 0, and return its result, or raise its error, on every rank."""
         return self.run_and_gather(lambda: act() if self.is_rank_zero else None)[0]  # type: ignore[return-value]
 
     def _outcome(self, act: Callable[[], Any]) -> Outcome:
-        """Run `act`, and return how it went; an error that all ranks raise already is raised."""
+        """Run `act`, and return its outcome; raise an error that all ranks are already raising."""
         try:
             result = act()
             return Outcome(result=result, message=messages.dumps([result]))
@@ -284,7 +284,7 @@ class Ranks(Tensors):
             return Outcome.of(error)
 
     def _exchange_outcomes(self, mine: Outcome) -> tuple[list[Outcome], BaseException | None]:
-        """Return every rank's outcome, and an interrupt that came meanwhile, since other ranks wait for this one."""
+        """Return every rank's outcome, and an interrupt deferred meanwhile, because other ranks wait for this one."""
         outcomes: list[Outcome] = []
         try:
             with deferred_interrupt(), self._errors_of_torch():
@@ -299,4 +299,4 @@ class Ranks(Tensors):
 
 
 ALONE = Ranks()
-"""A run of one process."""
+"""The ranks of a single-process run."""

@@ -253,7 +253,7 @@ def test_two_runs_never_share_a_run_directory(workspace: Workspace) -> None:
 
 def test_file_in_place_of_the_checkpoint_folder_is_refused(workspace: Workspace) -> None:
     (workspace.folder / "file").touch()
-    workspace.refused("cannot make the checkpoint folder file: File exists", save_path=Path("file"))
+    workspace.refused("cannot create the checkpoint folder file: File exists", save_path=Path("file"))
 
 
 def test_only_an_unused_checkpoint_folder_is_removed(workspace: Workspace) -> None:

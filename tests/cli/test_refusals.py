@@ -146,7 +146,7 @@ Edit = Callable[[dict[str, Any]], object]
 """Edits the manifest's document in place, or returns the text to write instead."""
 EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "of a dead server": (
-        lambda m: m.update(server=dead_server().model_dump()), ("is stale", f"pid {os.getpid()}, is gone"),
+        lambda m: m.update(server=dead_server().model_dump()), ("is stale", f"pid {os.getpid()}, has exited"),
     ),
     "of another host": (
         lambda m: m.update(host="elsewhere", boot_id="another"), ("was written on host elsewhere, this is",),
@@ -155,7 +155,7 @@ EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         lambda m: m.update(host=os.uname().nodename, boot_id="another"), ("before this host's last boot",),
     ),
     "of another container": (
-        lambda m: m["server"].update(pid_namespace="pid:[1]"), ("another PID namespace", str(os.getpid())),
+        lambda m: m["server"].update(pid_namespace="pid:[1]"), ("a different PID namespace", str(os.getpid())),
     ),
     "of another GPU": (lambda m: m.update(gpu_uuid=UUID), (UUID, "this process sees")),
     "of two ranks": (lambda m: m.update(tp_degree=2), ("tensor-parallel size 2", "expected 1")),
@@ -245,7 +245,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("train run", "--environment arithmetics", "no environment 'arithmetics', expected arithmetic, word_problems"),
     ("train run", "--environment nowhere.py:Task", "cannot read nowhere.py: there is no such file"),
     ("train run", "--environment mine.py", "does not name a class"),
-    ("train run", "--environment mine.py:Other", "no class 'Other' in mine.py, it defines Task"),
+    ("train run", "--environment mine.py:Other", "no class 'Other' in mine.py; it defines Task"),
     ("train run", "--environment mine.py:Task", "Task needs constructor arguments (size), expected none"),
     ("run", "--lora-rank 8", "hint: --mode lora_only, or leave --lora-r out"),
     ("run", "--start-command x", "hint: --mode none, or leave --start-command out"),
@@ -433,7 +433,7 @@ def test_choices_that_would_fail_in_step_1_are_refused_first(
     ("name", "reason"),
     [
         ("k_projj", "the model has no such linear layers"),
-        ("lm_head", "the head gets no adapter: it would not be trained"),
+        ("lm_head", "the head gets no adapter, since it is not trained"),
     ],
 )
 def test_unknown_adapter_layer_is_refused_first(bridge: Bridge, exported: Manifest, name: str, reason: str) -> None:

@@ -155,7 +155,7 @@ def test_only_an_earlier_demo_is_removed(tmp_path: Path, make: Callable[[Path], 
     (tmp_path / "link").symlink_to(folder)
     before = sorted(folder.rglob("*"))
     for out in (folder, tmp_path / "link"):
-        with pytest.raises(UsageError, match=r"is not empty and holds no|did not make: thesis") as refused:
+        with pytest.raises(UsageError, match=r"is not empty and does not contain|did not create: thesis") as refused:
             demo._fresh(out)
         assert "--out" in refused.value.hint
     assert sorted(folder.rglob("*")) == before

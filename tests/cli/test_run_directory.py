@@ -78,7 +78,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 def test_a_folder_that_bridge_did_not_make_is_refused(tmp_path: Path, case: str) -> None:
     FOREIGN[case](tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UsageError, match=r"was not made by Bridge, and these files would be replaced: \w") as refused:
+    with pytest.raises(UsageError, match=r"was not created by Bridge, and these files would be replaced: ") as refused:
         RunDirectory.create(tmp_path, environment="arithmetic")
     assert sorted(tmp_path.rglob("*")) == before
     assert "--run-dir" in refused.value.hint
@@ -108,7 +108,7 @@ def test_every_file_of_a_run_is_known_by_name(tmp_path: Path) -> None:
 
 def test_file_in_place_of_a_run_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot make the run directory"):
+    with pytest.raises(UsageError, match="cannot create the run directory"):
         RunDirectory.create(tmp_path / "file", environment="arithmetic")
 
 

@@ -74,7 +74,7 @@ def test_no_rank_waits_for_another_that_left(how: str, way: str) -> None:
     tp_size = 2 if way == "layers" else 1
     name, message, seconds = on_ranks(2, leaves, how, way, tp_size=tp_size, on_gpus=True, limit_s=90)[0]
     assert name == ("UsageError" if how == "fails" else "RankError"), message
-    expected = {"fails": "no room", "ends": "lost another rank", "stops": "rank 1 showed no sign of life for 4 s"}[how]
+    expected = {"fails": "no room", "ends": "lost another rank", "stops": "rank 1 has sent no heartbeat for 4 s"}[how]
     assert expected in message
     assert seconds < LIMIT_S
 

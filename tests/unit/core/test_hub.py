@@ -69,7 +69,7 @@ def test_config_is_fetched_once_and_then_cached(tmp_path: Path) -> None:
     [
         ("nobody/else", "has no such model, or hides it from you", "hf auth login"),
         (SECRET, "requires that you accept its terms", "hf auth login"),
-        ("someone/weights", "has no config.json of it", "in the format of transformers"),
+        ("someone/weights", "has no config.json for it", "in transformers' format"),
         ("someone/slow", "does not answer", "hf download someone/slow"),
         ("some one/a:b", "no such folder in ", "--model ORGANISATION/NAME"),
     ],
@@ -93,7 +93,7 @@ def test_unavailable_config_is_refused_with_the_reason(tmp_path: Path, model: st
 def test_offline_only_cached_models_can_be_served(tmp_path: Path, surroundings: dict[str, str], message: str) -> None:
     document = looked_up(NAME, tmp_path, **surroundings)
     assert message in document["message"]
-    assert document["hint"].startswith("give a folder, or download it")
+    assert document["hint"].startswith("name a folder, or download it")
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/else"])

@@ -57,7 +57,7 @@ def test_more_than_a_byte_per_channel_is_refused(tmp_path: Path, name: str, kind
 def test_an_image_that_is_a_program_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.png")
     Image.new("RGB", (8, 8)).save(path, format="EPS")
-    assert "is EPS, which other programs draw" in image_file.fault(path)
+    assert "is EPS, which needs an external program" in image_file.fault(path)
     with pytest.raises(RewardError, match="is EPS"):
         image_file.read(path)
 
@@ -105,7 +105,7 @@ def test_a_file_of_zeros_is_not_searched_forever(tmp_path: Path, monkeypatch: py
     with (tmp_path / "a.jpg").open("wb") as file:
         file.write(start)
         file.truncate(100_000)
-    assert "it holds no image that 1,000 reads find" in refused(tmp_path / "a.jpg")
+    assert "no image was found in it within 1,000 reads" in refused(tmp_path / "a.jpg")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError, KeyError, AssertionError, MemoryError])

@@ -205,7 +205,7 @@ def test_existing_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None
     assert "policy.resume(OPTIMIZER)" in str(caught.value.hint)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="was not made by Bridge"):
+    with pytest.raises(UsageError, match="was not created by Bridge"):
         attach(tmp_path / "mine").log(1, loss=0.0)
 
 

@@ -242,7 +242,7 @@ def test_input_changed_in_a_later_pass_is_refused(tmp_path: Path) -> None:
     [
         ("nope", "--loss: must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo, or path/to/file.py:function, found"),
         ("missing.py:f", "there is no such file"),
-        ("my_loss.py:g", "no function 'g' in my_loss.py, it defines f, two"),
+        ("my_loss.py:g", "no function 'g' in my_loss.py; it defines f, two"),
         ("my_loss.py:two", "takes (a, b), expected one argument, the tensors"),
         ("my_loss.py:taken", "returns a metric named 'reward_mean', which Bridge measures itself"),
         ("my_loss.py:f --clip-low 0.1", "--clip-low has no effect with --loss my_loss.py:f"),

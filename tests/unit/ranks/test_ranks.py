@@ -742,7 +742,7 @@ def test_ranks_cannot_be_reached_from_another_host() -> None:
 def test_missing_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups_of_torch, "RENDEZVOUS_LIMIT_S", 0.2)
     listener, cpu = socket.create_server(("127.0.0.1", 0)), torch.device("cpu")
-    with pytest.raises(RankError, match="ended before it was ready"):
+    with pytest.raises(RankError, match="exited before it was ready"):
         Ranks.join(0, 2, port=listener.getsockname()[1], device=cpu, listener=listener)
 
 

@@ -34,5 +34,5 @@ def test_half_a_launcher_is_refused(unset: pytest.MonkeyPatch, wrong: dict[str, 
     for name, value in (WHOLE | wrong).items():
         if value is not None:
             unset.setenv(name, value)
-    with pytest.raises(UsageError, match="not that of a launcher"):
+    with pytest.raises(UsageError, match="variables of a launcher are inconsistent"):
         torchrun.world_size()

@@ -105,7 +105,7 @@ def test_stopped_rank_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: in
     monkeypatch.setattr(watch, "BEAT_S", 0.2)
     monkeypatch.setattr(watch, "SILENT_LIMIT_S", 2.0)
     message = on_ranks(2, stops, who, what, limit_s=30)[1 - who]
-    assert message == f"rank {1 - who} of 2 lost another rank: rank {who} showed no sign of life for 2 s"
+    assert message == f"rank {1 - who} of 2 lost another rank: rank {who} has sent no heartbeat for 2 s"
 
 
 def test_ranks_that_were_all_stopped_and_continue_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
