@@ -1,4 +1,4 @@
-"""What runs inside vLLM: two plugins, a worker extension, and the patches they apply.
+"""Code that runs inside vLLM: two plugins, a worker extension, and the patches that they apply.
 
 `plugin.py` patches each of vLLM's processes, `worker.py` exports and inspects one rank's weights, and `routes.py` adds
 `/bridge/*` to the API server. Each file pins what it needs of vLLM in `PINS` (`pins.py`).
@@ -15,7 +15,7 @@ Wrapper = Callable[..., Any]
 
 
 def wrap(owner: Any, name: str) -> Callable[[Wrapper], Wrapper]:
-    """Replace the method or function `owner.name` by the decorated one, which gets the original as first argument."""
+    """Replace the method or function `owner.name` with the decorated one, which gets the original as first argument."""
     original = getattr(owner, name)
 
     def install(wrapper: Wrapper) -> Wrapper:

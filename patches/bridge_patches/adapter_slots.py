@@ -1,13 +1,13 @@
-"""The adapter that a trainer writes in place, or reloads: its slot, and who may load, replace and unload it.
+"""The adapter that a trainer writes in place or reloads: its slot, and who may load, replace and unload it.
 
-vLLM writes a slot when it activates an adapter in it, and not again while the adapter stays active
+vLLM writes a slot when it activates an adapter in it, and does not write it again while the adapter stays active
 (`LRUCacheWorkerLoRAManager.add_adapter`). A pinned adapter is not evicted.
 
-Symptom: with a pinned adapter, a request for one adapter too many stops the whole engine.
-Cause: vLLM 0.26 to 0.33 schedules by the number of slots, pinned or not, and finds out in the middle of a step that
-none is free (`LRUCache.popitem`: "All items are pinned"). The same happens with a request whose adapter was just
+Symptom: with a pinned adapter, a request for one adapter too many stops the entire engine.
+Cause: vLLM 0.26 to 0.33 schedules by the number of slots, pinned or not, and discovers in the middle of a step that
+no slot is free (`LRUCache.popitem`: "All items are pinned"). The same happens with a request whose adapter was just
 removed: the worker would load it again from disk.
-Why this is safe: what is refused could not have been served. vLLM's own route answers a refused load with our message.
+Why this is safe: a refused request could not have been served. vLLM's own route reports our message for a refused load.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from bridge_patches.admission import is_ours
 from bridge_patches.exporter import agreed
 from bridge_patches.server_fence import ServerFence
 
-# A refused load returns an object with `error.message` instead of text; its class has moved between versions.
+# A refused load returns an object with `error.message` instead of a string; its class moved between versions.
 PINS = """
 vllm.v1.engine.async_llm
     wrap async AsyncLLM.add_request(lora_request)  # generate() passes the adapter by this keyword
@@ -45,7 +45,7 @@ vllm.entrypoints.serve.lora.protocol
     UnloadLoRAAdapterRequest: lora_name
 vllm.lora.request: LoRARequest: lora_name, lora_int_id
 vllm.config.lora: LoRAConfig: max_loras
-vllm.config.vllm: VllmConfig: lora_config  # None in a server without LoRA
+vllm.config.vllm: VllmConfig: lora_config  # None if the server has no LoRA
 vllm.lora.model_manager
     call LRUCacheLoRAModelManager.pin_adapter(lora_id)  # keeps the slot of an adapter from being evicted
     call LRUCacheLoRAModelManager.activate_adapter(lora_id)  # writes the slot of an adapter that is not active
@@ -56,11 +56,11 @@ CONFIG_NAME = "adapter_config.json"
 
 
 class Adapters:
-    """The adapter with a pinned slot, and who may load and unload the adapters of a training.
+    """The adapter with a pinned slot, and who may load and unload training adapters.
 
-    vLLM's own routes would let every client unload the adapter that is trained, or load another under its name: while a
-    trainer has the lease, only its requests may, which carry the manifest's token. From the first pinned adapter on,
-    `add_request` and `add_lora` of the engine are wrapped, too.
+    vLLM's own routes would let any client unload the adapter being trained, or load a different one under its name.
+    While a trainer holds the lease, only its requests may do so; they carry the manifest's token. From the first pinned
+    adapter on, the engine's `add_request` and `add_lora` are also wrapped.
     """
 
     def __init__(self, engine: Any, models: Any, fence: ServerFence) -> None:
@@ -68,25 +68,25 @@ class Adapters:
         self._models = models
         self._fence = fence
         self._is_expected = False
-        """Whether a training adapter was loaded and is not yet released."""
+        """Whether a training adapter has been loaded and not yet released."""
         self._num_slots = 0
-        """0 until the first adapter is served."""
+        """Number of LoRA slots; 0 until the first adapter is served."""
         self._pinned: Any = None
         self._trained: str | None = None
-        """The name that no other request may load: of the adapter that is pinned, or being loaded."""
+        """Name of the adapter that is pinned or being loaded, which no other request may load."""
         self._is_loading = False
         self._removed: set[int] = set()
-        """vLLM's numbers of the adapters that were removed."""
+        """vLLM's ids of the removed adapters."""
         self._lock = asyncio.Lock()
         wrap(models, "load_lora_adapter")(self.load)
         wrap(models, "unload_lora_adapter")(self.unload)
 
     async def serve(self, name: str, path: str) -> int:
-        """Serve the adapter in folder `path` as `name` instead of the one before, and return its slot.
+        """Serve the adapter in folder `path` as `name` in place of the previous one, and return its slot.
 
-        The one before and any other called `name` are removed first: their in-flight requests are aborted, and the
-        prefix cache is reset, because vLLM looks up the keys and values of an adapter by its name (since 0.32 by its
-        path too).
+        The previous adapter, and any other one called `name`, are removed first: their in-flight requests are aborted,
+        and the prefix cache is reset, because vLLM looks up an adapter's keys and values by its name (since 0.32 also
+        by its path).
         """
         async with self._lock:
             self._num_slots = self._num_slots or self._wrap_engine()
@@ -103,7 +103,7 @@ class Adapters:
             if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise AttachError(
                     "vLLM refuses to reset its prefix cache, so keys and values of an earlier adapter would be served",
-                    hint="retry when no other request runs, or restart the server",
+                    hint="retry when no other request is running, or restart the server",
                 )
             self._pinned = await self._load(name, path)
             number = self._pinned.lora_int_id
@@ -115,7 +115,7 @@ class Adapters:
             return slot
 
     async def release(self) -> None:
-        """Remove the pinned adapter, if there is one: vLLM may use its slot again, and no adapter is expected."""
+        """Remove the pinned adapter, if there is one, so that vLLM may reuse its slot; no adapter is expected then."""
         async with self._lock:
             if self._pinned is not None:
                 await self._remove(self._pinned)
@@ -135,7 +135,7 @@ class Adapters:
         return int(config.max_loras)
 
     def _refuse_unless_slots_remain(self, name: str) -> None:
-        """Raise AttachError unless `name` and all served adapters but the trained one have a slot each."""
+        """Raise AttachError unless `name` and every served adapter other than the trained one have their own slot."""
         served = {*self._models.lora_requests, name} - ({self._trained} - {name})
         if len(served) > self._num_slots:
             raise AttachError(
@@ -182,7 +182,7 @@ class Adapters:
         return await original(*args, lora_request=lora_request, **kwargs)
 
     async def add_lora(self, original: Callable[..., Any], lora_request: Any) -> Any:
-        """Let the engine load an adapter; raise ValueError if it overwrites the trained one or leaves too few slots."""
+        """Let the engine load an adapter; ValueError if that would overwrite the trained one or exceed the slots."""
         name = lora_request.lora_name
         if self._trained == name and not self._is_loading:
             raise ValueError(f"the adapter {name} is trained in place: it cannot be overwritten")
@@ -204,13 +204,16 @@ class Adapters:
         return answer
 
     def newest(self) -> str | None:
-        """Return the name of the newest adapter of a training, if one is served."""
+        """Return the name of the newest training adapter that is served, if any."""
         return next((name for name in reversed(list(self._models.lora_requests)) if name.startswith(ADAPTER)), None)
 
     def expected(self) -> str | None:
-        """Return the adapter for requests that name no model, None for the model itself; HTTPException between two."""
+        """Return the adapter for requests that do not name a model; None: the base model.
+
+        HTTPException if an adapter was removed and the next one is not loaded yet.
+        """
         name = self.newest()
-        if name is None and self._fence.lease is None:  # the trainer that was going to load one has ended
+        if name is None and self._fence.lease is None:  # the trainer that would have loaded one has exited
             self._is_expected = False
         if name is None and self._is_expected:
             raise HTTPException(

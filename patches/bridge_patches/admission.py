@@ -1,8 +1,8 @@
-"""The middleware of all routes: authorization, limits on the size and time of a request, and the version header.
+"""The middleware for all routes: authorization, limits on the size and duration of a request, and the version header.
 
-vLLM checks its key (`--api-key`) only below `/v1` and a few other paths, and answers `/invocations`, `/metrics` and
-others without it. It answers under any `Host`, so a web page whose name is rebound to 127.0.0.1 reaches it, and which
-origins it allows by default depends on its version. What uvicorn does not limit, `bridge/core/http_limits.py` does.
+vLLM checks its key (`--api-key`) only below `/v1` and a few other paths, and serves `/invocations`, `/metrics` and
+others without it. It accepts any `Host`, so a web page whose name is rebound to 127.0.0.1 can reach it, and the origins
+that it allows by default depend on its version. `bridge/core/http_limits.py` adds the limits that uvicorn lacks.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from bridge.server.api_key import VARIABLE
 from bridge.server.protocol import BRIDGE_ROUTES, TOKEN_HEADER, VERSION_HEADER
 
 PINS = """
-# Bridge passes its own --allowed-origins; a new default may mean that vLLM checks Origin in another way.
+# Bridge passes its own --allowed-origins; a new default may mean that vLLM checks Origin differently.
 vllm.entrypoints.openai.cli_args
     if FrontendArgs: FrontendArgs.allowed_origins = field(default_factory=lambda: ['*'])
 vllm.entrypoints.launchers.cli_args
@@ -42,18 +42,18 @@ DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Rules by which a server accepts requests."""
+    """The rules by which a server accepts requests."""
 
     key_digests: tuple[bytes, ...] = ()
-    """SHA-256 of each key; empty: no key is needed."""
+    """SHA-256 of each accepted key; empty if no key is required."""
     is_on_loopback: bool = False
     """Whether the server listens on a loopback address only."""
     origins: frozenset[str] = frozenset()
-    """The web pages of other hosts that may send requests (`--allowed-origins`); "*": any."""
+    """Origins of web pages that may send requests (`--allowed-origins`); "*": any."""
 
     @classmethod
     def of(cls, args: Namespace, environment: Mapping[str, str] = os.environ) -> Self:
-        """Read them from vLLM's arguments; as in vLLM, `--api-key` takes precedence over VLLM_API_KEY."""
+        """Read the rules from vLLM's arguments; as in vLLM, `--api-key` takes precedence over VLLM_API_KEY."""
         keys = [args.api_key] if isinstance(args.api_key, str) else args.api_key
         origins = [args.allowed_origins] if isinstance(args.allowed_origins, str) else args.allowed_origins
         return cls(
@@ -63,20 +63,20 @@ class Rules:
         )
 
     def refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
-        """Return the status and the reason if a request is refused."""
+        """Return status and reason if the request is refused."""
         if reason := self._foreign_host(headers.get("host")) or self._foreign_page(headers):
             return 403, reason
         if not self.key_digests or self._has_key(headers):
             return None
-        if path == "/health" or path.startswith(BRIDGE_ROUTES):  # routes of Bridge check the token themselves
+        if path == "/health" or path.startswith(BRIDGE_ROUTES):  # Bridge's own routes check the token themselves
             return None if is_ours.get() or not has_body(headers) else (401, NOT_IN_MANIFEST)
         return 401, "Unauthorized"
 
     def _foreign_host(self, host: str | None) -> str | None:
-        """Return why a name is not one of this server's; None if it may be."""
+        """Return why `host` cannot be a name of this server; None if it can."""
         if host is None or not self.is_on_loopback:
             return None
-        if "@" not in host and _is_loopback(_parts(f"//{host}").hostname or ""):  # a Host names no user
+        if "@" not in host and _is_loopback(_parts(f"//{host}").hostname or ""):  # a Host has no user
             return None
         return (
             f"this server listens on loopback, and is not {host[:100]!r}: use http://127.0.0.1:PORT, or have the"
@@ -84,7 +84,7 @@ class Rules:
         )
 
     def _foreign_page(self, headers: Headers) -> str | None:
-        """Return why the web page that sends a request may not; None if it may, or if no page sends it."""
+        """Return why the web page that sends a request may not; None if it may, or if no web page sent it."""
         origin = headers.get("origin")
         if origin is None or not self.origins.isdisjoint({origin, "*"}):
             return None
@@ -106,8 +106,8 @@ class Rules:
 class Admission:
     """Middleware that applies the `Rules` in the app's state, and then reads the body before anything else does.
 
-    vLLM serves nothing until the rules are there. It adds the version of the weights to every answer of an admitted
-    request: `3`, or `3-4` if they changed in between.
+    vLLM serves nothing until the rules are set. The middleware adds the version of the weights to every response to an
+    admitted request: `3`, or `3-4` if the weights changed in between.
     """
 
     inner: ASGIApp
@@ -150,7 +150,7 @@ class Admission:
 
 
 def _refusal(scope: Scope, headers: Headers) -> tuple[int, str] | None:
-    """Return the status and the reason if a request is refused; note whether it carries the manifest's token."""
+    """Return status and reason if a request is refused; set `is_ours`."""
     rules: Rules | None = getattr(scope["app"].state, "bridge_rules", None)
     if rules is None or scope["type"] not in ("http", "websocket"):
         return None
@@ -160,11 +160,11 @@ def _refusal(scope: Scope, headers: Headers) -> tuple[int, str] | None:
 
 
 def refuse_dev_mode(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if vLLM's development routes are on: they pause, resume and call the engine past the fence."""
+    """Raise UsageError if vLLM's development routes are enabled: they would bypass the fence."""
     value = environment.get(DEV_MODE, "0")
     if value not in ("", "0"):
         raise UsageError(
-            f"{DEV_MODE}={value}: vLLM's development routes would call the engine past the fence",
+            f"{DEV_MODE}={value}: vLLM's development routes would bypass the fence",
             hint=f"unset {DEV_MODE}, and start the server again",
         )
 

@@ -1,4 +1,4 @@
-"""Decide from its source text alone whether a vLLM fits the patches."""
+"""Decide whether a vLLM version fits the patches by checking only its source text."""
 
 import ast
 import re
@@ -12,11 +12,11 @@ from bridge_patches import pins
 from bridge_patches.pins import Pin
 
 TESTED_VERSIONS = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-"""The versions whose source `make contract` checks, oldest first; they bound the supported range."""
+"""The versions whose source `make contract` checks, oldest first. The first and last bound the supported range."""
 
 
 def check_installed() -> str:
-    """Return the version of the installed vLLM, or raise IncompatibleVersionError if it does not fit the patches."""
+    """Return the version of the installed vLLM; IncompatibleVersionError if it does not fit the patches."""
     version = installed_version()
     reason = "is outside the supported range"
     if is_supported(version):
@@ -29,7 +29,7 @@ def check_installed() -> str:
 
 
 def installed_version() -> str:
-    """Return the version of the installed vLLM, or raise IncompatibleVersionError if there is none."""
+    """Return the version of the installed vLLM; IncompatibleVersionError if none is installed."""
     versions = [*software.installed_vllm().values()]
     if not versions:
         raise IncompatibleVersionError("no vLLM is installed", hint=_hint())
@@ -37,12 +37,12 @@ def installed_version() -> str:
 
 
 def is_supported(version: str) -> bool:
-    """Return whether `version`, with or without a suffix such as `+cpu`, is in the range of the tested ones."""
+    """Return whether `version`, with or without a suffix such as `+cpu`, is within the tested range."""
     return _minor(TESTED_VERSIONS[0]) <= _minor(version) <= _minor(TESTED_VERSIONS[-1])
 
 
 def find_faults(read: Callable[[str], str | None], pinned: Collection[Pin]) -> list[str]:
-    """Return one phrase per pin that does not fit; `read` returns the source of a module, None if there is none."""
+    """Return one phrase per pin that does not fit; `read` returns a module's source, or None if it does not exist."""
     texts = {module: read(module) for module in {pin.module for pin in pinned}}
     sources = {module: None if text is None else ast.parse(text) for module, text in texts.items()}
     faults = (pin.fault(sources[pin.module]) for pin in pinned)
@@ -50,7 +50,7 @@ def find_faults(read: Callable[[str], str | None], pinned: Collection[Pin]) -> l
 
 
 def read_installed(module: str) -> str | None:
-    """Return the source of `module` of the installed vLLM, without importing any of it."""
+    """Return the source of the installed vLLM's `module`, without importing vLLM."""
     spec = find_spec("vllm")
     folders = spec.submodule_search_locations if spec else None
     return read_below(Path(folders[0]).parent, module) if folders else None

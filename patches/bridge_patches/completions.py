@@ -1,8 +1,8 @@
 """`POST /v1/bridge/completions`: the part of `POST /v1/completions` that rollouts need.
 
-Symptom: with 64 completions at once, the API server is as busy as a small model keeps its GPU.
-Cause: vLLM's own route decodes each sampled token in the step that made it, and sends each one's text twice at the end.
-What is done: a completion is decoded once, when it is complete, and its log-probabilities stay plain numbers.
+Symptom: with 64 concurrent completions of a small model, the API server is as busy as the GPU.
+Cause: vLLM's own route decodes each token in the step that sampled it, and sends each token's text twice at the end.
+What is done: a completion is decoded once, when it is complete, and its log-probabilities remain plain numbers.
 Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
 """
 
@@ -30,7 +30,7 @@ from bridge_patches.routed_experts import ROUTED
 PINS = """
 vllm.v1.engine.async_llm
     AsyncLLM: model_config, tokenizer, vllm_config
-    call async AsyncLLM.generate(prompt, sampling_params, request_id, lora_request)  # cancelled, it ends its request
+    call async AsyncLLM.generate(prompt, sampling_params, request_id, lora_request)  # cancelling it aborts its request
 vllm.config.model
     ModelConfig: max_model_len
     call ModelConfig.get_vocab_size()
@@ -46,18 +46,18 @@ vllm.outputs
 vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
 """
 TAIL = 32
-"""Tokens of the prompt decoded before a completion: some tokenizers drop the space that a text begins with."""
+"""Prompt tokens to decode with a completion, because some tokenizers drop a text's leading space."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Decoded form of an incomplete character."""
+"""What an incomplete character decodes to."""
 MOST_BYTES = 4
-"""Longest character in UTF-8."""
+"""Bytes of the longest UTF-8 character."""
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.post(COMPLETIONS)
 async def complete(body: CompletionsRequest, request: Request) -> Response:
-    """Sample completions of one prompt; a client that disconnects ends them."""
+    """Sample completions of one prompt; they are cancelled if the client disconnects."""
     engine = request.app.state.bridge_engine
     adapter = _adapter(request, body.model)
     num_tokens = len(body.prompt)
@@ -78,19 +78,19 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         return Response(status_code=CLIENT_GONE)
     _check_same(answer.prompt_token_ids, body.prompt)
     outputs = sorted(answer.outputs, key=lambda output: output.index)
-    # The first number at each place is the sampled token's.
+    # At each position, the first number belongs to the sampled token.
     logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
     of_prompt = _of_prompt(answer.prompt_logprobs, num_tokens) if body.prompt_logprobs else []
     if not all(math.isfinite(logprob) for several in (*logprobs, of_prompt[1:]) for logprob in several):
         raise await _explained(request)
-    # vLLM never includes the stop token in the text; a text that ends a completion is no such token.
+    # vLLM never includes the stop token in the text; stop strings are not stop tokens.
     texts = _texts(
         engine.tokenizer,
         body.prompt,
         [list(output.token_ids[: -1 if _has_stop_token(output) else None]) for output in outputs],
     )
     version = request.app.state.bridge_fence.version
-    choices = [  # in OpenAI's terms: the fields that `bridge.rollouts.openai_api` reads
+    choices = [  # in OpenAI's format: the fields that `bridge.rollouts.openai_api` reads
         {
             "index": output.index,
             "text": text,
@@ -107,37 +107,37 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
 
 
 def _filters(body: CompletionsRequest, engine: Any) -> dict[str, float]:
-    """Return the filters that can drop anything; AttachError if vLLM would not report what they keep."""
-    active = filters(body) if body.temperature else {}  # else always the likeliest token
+    """Return the filters that can drop any token; AttachError if vLLM would not report what they keep."""
+    active = filters(body) if body.temperature else {}  # greedy sampling always takes the likeliest token
     if active.get("top_k", 0) >= engine.model_config.get_vocab_size():
         del active["top_k"]
     if active and engine.vllm_config.speculative_config is not None:
         raise AttachError(
-            f"{', '.join(active)} cannot be combined with speculation: vLLM does not report what was kept",
-            hint="restart the server without --speculative-config, or sample from the whole distribution",
+            f"{', '.join(active)} cannot be combined with speculation: vLLM does not report which tokens were kept",
+            hint="restart the server without --speculative-config, or sample from the full distribution",
         )
     return active
 
 
 def _check_same(used: Sequence[int], sent: Sequence[int]) -> None:
-    """Check that vLLM sampled from the prompt that the trainer computes with: it must not expand image tokens."""
+    """Check that vLLM sampled from the prompt that the trainer sent: it must not have expanded image tokens again."""
     if tuple(used) != tuple(sent):
         raise AttachError(
-            f"vLLM sampled from a prompt of {len(used)} tokens, and {len(sent)} others were sent",
-            hint="report this, with the versions that bridge doctor shows",
+            f"vLLM sampled from a prompt of {len(used)} tokens, but a different one of {len(sent)} tokens was sent",
+            hint="report this bug, with the versions that bridge doctor shows",
         )
 
 
 def _of_prompt(logprobs: Any, num_tokens: int) -> list[float | None]:
-    """Return the log-probability of each token of a prompt; the first one has none, since nothing comes before it.
+    """Return the log-probability of each prompt token; None for the first one, since nothing precedes it.
 
-    AttachError if vLLM computed those of another number of tokens.
+    AttachError if vLLM returned log-probabilities for a different number of tokens.
     """
     starts = [] if logprobs is None else list(logprobs.start_indices)
     if len(starts) != num_tokens:
         raise AttachError(
             f"vLLM returned the log-probabilities of {len(starts)} tokens for a prompt of {num_tokens}",
-            hint="report this, with the versions that bridge doctor shows",
+            hint="report this bug, with the versions that bridge doctor shows",
         )
     return [None, *(logprobs.logprobs[start] for start in starts[1:])]
 
@@ -147,10 +147,10 @@ def _has_stop_token(output: Any) -> bool:
 
 
 def _origins(logprobs: Any, version: int, *, is_filtered: bool) -> dict[str, Any]:
-    """Return what the engine sends in place of the tokens' ranks: versions, and what filters kept.
+    """Return what the engine sends in place of the tokens' ranks: versions, and which tokens the filters kept.
 
-    Of a filtered request's versions the last bits arrive, which are enough: none is later than `version`. AttachError
-    if nothing is known of what was kept.
+    For a filtered request, only the low bits of the versions arrive. These are enough, since no version is later than
+    `version`. AttachError if the sampler did not report which tokens were kept.
     """
     ranks = [logprobs.ranks[start] for start in logprobs.start_indices]
     if not is_filtered:
@@ -159,7 +159,7 @@ def _origins(logprobs: Any, version: int, *, is_filtered: bool) -> dict[str, Any
     if not counts.all():
         raise AttachError(
             "this server's sampler does not report what top_k, top_p and min_p keep",
-            hint="restart it without vLLM's choices for sampling, such as watermarks, or leave the filters out",
+            hint="restart it without custom vLLM samplers, such as watermarks, or leave out the filters",
         )
     ages = (version - versions) % 2**COUNT_BITS
     kept = [*zip(thresholds.tolist(), counts.tolist(), strict=True)]
@@ -167,11 +167,11 @@ def _origins(logprobs: Any, version: int, *, is_filtered: bool) -> dict[str, Any
 
 
 def _experts(output: Any, num_prompt: int) -> dict[str, Any]:
-    """Return the experts of the last tokens of the prompt, and of the completion but for its last one.
+    """Return the experts of the last `num_prompt` prompt tokens, and of all completion tokens except the last.
 
-    AttachError if they are not reported.
+    AttachError if they were not reported.
     """
-    if output.finish_reason == "abort":  # they ended before their experts were known
+    if output.finish_reason == "abort":  # it ended before its experts were known
         return {}
     rows = output.routed_experts
     num_rows = num_prompt + len(output.token_ids) - 1
@@ -185,12 +185,12 @@ def _experts(output: Any, num_prompt: int) -> dict[str, Any]:
 
 
 def _runs(versions: Iterable[int]) -> list[tuple[int, int]]:
-    """Return each version with the number of tokens in a row that have it."""
+    """Return each run of equal versions as (version, number of consecutive tokens)."""
     return [(version, sum(1 for _ in run)) for version, run in groupby(versions)]
 
 
 def _adapter(request: Request, name: str) -> Any:
-    """Return the adapter called `name`; None for the model itself."""
+    """Return the adapter called `name`; None if it is the base model's name."""
     models = request.app.state.openai_serving_models
     adapter = models.lora_requests.get(name)
     if adapter is None and name not in (served := [path.name for path in models.base_model_paths]):
@@ -210,13 +210,13 @@ def _params(body: CompletionsRequest, filters: Mapping[str, float]) -> Any:
         stop_token_ids=list(body.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,
-        detokenize=bool(body.stop),  # vLLM looks for them in the text
+        detokenize=bool(body.stop),  # vLLM searches for stop strings in the text
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 async def _unless_disconnected(request: Request, answers: AsyncGenerator[Any, None]) -> Any:
-    """Return the last of `answers`; if the client disconnects first, cancel them and return None."""
+    """Return the last of `answers`; if the client disconnects first, cancel the request and return None."""
 
     async def sample() -> Any:
         last = None
@@ -240,7 +240,7 @@ async def _unless_disconnected(request: Request, answers: AsyncGenerator[Any, No
 
 
 async def _explained(request: Request) -> Exception:
-    """Return the error for log-probabilities that are not finite: whether the weights are to blame."""
+    """Return the error for non-finite log-probabilities, which says whether the weights are the cause."""
     scan = await exporter.finiteness(request.app.state.bridge_engine)
     if not scan.not_finite:
         return HTTPException(500, f"log-probabilities are not finite, but {scan.found()}: a kernel is broken")
@@ -251,7 +251,7 @@ async def _explained(request: Request) -> Exception:
 
 
 def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int]]) -> list[str]:
-    """Decode completions of `prompt` as vLLM does: no special tokens, and no unfinished character."""
+    """Decode completions of `prompt` as vLLM does, without special tokens and incomplete characters."""
     if tokenizer is None:  # --skip-tokenizer-init
         return ["" for _ in completions]
     tail = list(prompt[-TAIL:])
@@ -266,7 +266,7 @@ def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int
 
 
 def _whole_characters(tokenizer: Any, tail: list[int], before: str, tokens: list[int]) -> str:
-    """Decode a completion that ends, or whose prompt ends, inside a character."""
+    """Decode a completion that ends, or whose prompt ends, in the middle of a character."""
     text = before
     for length in range(len(tokens), max(-1, len(tokens) - MOST_BYTES), -1):
         (text,) = _decoded(tokenizer, [tail + tokens[:length]])
@@ -276,7 +276,7 @@ def _whole_characters(tokenizer: Any, tail: list[int], before: str, tokens: list
 
 
 def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
-    """Decode all sequences at once if the tokenizer is one of Hugging Face's own."""
+    """Decode the sequences, in one batch if the tokenizer is a Hugging Face fast tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]

@@ -1,6 +1,6 @@
-"""On the CPU: keep vLLM's kernels on the shared weights, and correct bugs of its runner and its sampler.
+"""On the CPU: make vLLM's kernels read the shared weights, and fix bugs in its runner and sampler.
 
-GPUs need none of this (experts are read as loaded with `--moe-backend triton`).
+GPUs do not need any of this (with `--moe-backend triton`, experts are read as loaded).
 """
 
 from collections.abc import Callable
@@ -39,13 +39,13 @@ vllm.lora.ops.torch_ops.lora_ops
     wrap bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
     wrap bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
 vllm.lora.punica_wrapper.punica_cpu
-    # Calls those kernels by names of its own module.
+    # Calls these kernels through names in its own module.
     PunicaWrapperCPU: _expand_decode, _expand_slice_decode, add_lora_linear, add_lora_logits
 vllm.lora.punica_wrapper.punica_base: PunicaWrapperBase: sampler_indices, token_lora_indices
 vllm.v1.sample.rejection_sampler
     replace expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)
 vllm.v1.worker.gpu_model_runner
-    wrap GPUModelRunner.sample_tokens(grammar_output)  # inherited by the CPU's runner
+    wrap GPUModelRunner.sample_tokens(grammar_output)  # the CPU's runner inherits it
     wrap GPUModelRunner._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
     GPUModelRunner: discard_request_mask, input_batch, num_prompt_logprobs, query_start_loc
 vllm.v1.worker.gpu_input_batch: InputBatch: generators, num_reqs, req_id_to_index
@@ -56,19 +56,19 @@ CONFIGURATION = "vllm.model_executor.layers.fused_moe.config"
 CONVOLVING = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 MODULAR = "finalize_weight_and_reduce_impl"
-"""Method of experts that receive the choice of experts for each token (since 0.30; earlier ones choose)."""
+"""Method that marks expert classes that get each token's experts as input (since 0.30; earlier ones choose them)."""
 APPLY_ARGUMENTS = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
-"""Arguments of vLLM's experts that `apply_plain` takes, other than the activation."""
+"""Arguments of vLLM's experts that `apply_plain` accepts, other than the activation."""
 LORA_KERNELS = ("bgmv_expand", "bgmv_expand_slice")
-"""The last step of every LoRA product, whole or by slices; `sgmv_*` call them."""
+"""Functions that compute the last step of every LoRA product, complete or by slices; `sgmv_*` call them."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
 }
-"""vLLM's names of the functions applied to the first half of the first product."""
+"""vLLM's names for the functions applied to the first half of the first product."""
 FIRST_TOKEN: ContextVar[int | None] = ContextVar("FIRST_TOKEN", default=None)
-"""Index in the step of the first token of the request whose prompt's log-probabilities are computed."""
+"""Index within the step of the first token of the request whose prompt log-probabilities are being computed."""
 
 
 def patch() -> None:
@@ -92,9 +92,9 @@ def patch() -> None:
 def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
     """Let `layer` read its weight as loaded.
 
-    Symptom: the trainer is left with a dead copy of each linear layer.
+    Symptom: the trainer updates a copy of each linear layer that vLLM no longer reads.
     Cause: vLLM repacks the weight (oneDNN, SGL, zentorch) and drops the shared one.
-    Why this is safe: torch's own linear layer, which is vLLM's fallback too, computes the same product.
+    Why this is safe: torch's own linear layer, which is also vLLM's fallback, computes the same product.
     Seen in vLLM 0.26 to 0.33.
     """
     layer.cpu_linear = linear()
@@ -106,9 +106,9 @@ def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM
 def pack_convolutions() -> None:
     """Let the convolutions of GatedDeltaNet read their weights as loaded.
 
-    Symptom: on a CPU with AVX512-BF16, noise, since `plain_linear` leaves these weights as they are, too.
-    Cause: there the kernels take for granted that vLLM has packed the weights while loading them.
-    Why this is safe: they are packed at each call, which moves a few KiB.
+    Symptom: noise on CPUs with AVX512-BF16, since `plain_linear` also leaves these weights unpacked.
+    Cause: the kernels for these CPUs assume that vLLM packed the weights while loading them.
+    Why this is safe: the weights are packed at each call, which moves a few KiB.
     Seen in vLLM 0.32, `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
     """
     module = import_module(CONVOLVING)
@@ -128,9 +128,9 @@ def patch_experts() -> None:
 
     Symptom: a mixture of experts cannot be shared, because its experts are rewritten.
     Cause: vLLM packs them for its grouped products, and keeps only the packed copy.
-    Why this is safe: plain linear layers compute the same products, an expert at a time, with the rounding that linear
-    layers have here anyway (`plain_linear`). Experts with other activations are packed as before, and refused.
-    torch.compile sees one operator, because the choice of experts depends on values, which no graph can hold.
+    Why this is safe: plain linear layers compute the same products, one expert at a time, with the rounding that linear
+    layers have here anyway (`plain_linear`). Experts with unsupported activations are still packed, and refused.
+    torch.compile sees a single operator, because the choice of experts depends on values, which a graph cannot capture.
     Seen in vLLM 0.30 to 0.33, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py`; earlier experts are refused
     by name (`loading.py`).
     """
@@ -142,11 +142,11 @@ def patch_experts() -> None:
 
 
 def _without_lora(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
-    """Let vLLM choose the CPU's kernels for experts, also in a server with LoRA.
+    """Let vLLM choose the CPU kernels for experts even with LoRA.
 
-    Symptom: the first request ends a server with LoRA and experts: "'triton.language' has no attribute 'bfloat16'".
-    Cause: with LoRA, vLLM takes Triton's kernels on every platform.
-    Why this is safe: experts have no slots (`placement.py`), so their kernels need not know adapters.
+    Symptom: with LoRA and experts, the first request kills the server: "'triton.language' has no attribute 'bfloat16'".
+    Cause: with LoRA, vLLM uses Triton kernels on every platform.
+    Why this is safe: experts have no slots (`placement.py`), so their kernels need not support adapters.
     Seen in vLLM 0.26 to 0.33, `vllm/model_executor/layers/fused_moe/oracle/unquantized.py`.
     """
     config.is_lora_enabled = False
@@ -167,7 +167,7 @@ def _apply_experts(original: Callable[..., None], experts: Any, *, activation: A
 
 
 def is_known(layer: Any) -> bool:
-    """Return whether `apply_plain` computes what vLLM's experts of `layer` do."""
+    """Return whether `apply_plain` computes the same as vLLM's experts in `layer`."""
     return layer.activation.value in ACTIVATIONS and layer.expert_map is None and not hasattr(layer, "w13_bias")
 
 
@@ -182,7 +182,7 @@ def apply_plain(
     activation: str,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """Write the sum of each token's chosen experts to `output`, weighted unless the inputs were.
+    """Write the sum of each token's chosen experts to `output`, weighted unless the inputs already were.
 
     Shapes: [T, H], [E, 2I, H], [E, H, I], [T, K], [T, K] -> [T, H].
     """
@@ -210,11 +210,11 @@ def without_base_rows(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Call a LoRA kernel with zeros for the inputs of index -1, "no adapter".
+    """Call a LoRA kernel with zeros as inputs for rows with index -1 ("no adapter").
 
-    Symptom: a request for the base model that shares a step with one for an adapter is answered by the adapter.
-    Cause: vLLM's plain-torch kernels take the index -1 for the last slot.
-    Why this is safe: those rows add zero to the base layer's output. The GPU's kernels skip them, and 0.33 masks them.
+    Symptom: a base-model request that shares a step with an adapter's request is answered with the adapter.
+    Cause: vLLM's plain-torch kernels interpret the index -1 as the last slot.
+    Why this is safe: these rows add zero to the base layer's output. GPU kernels skip them, and vLLM 0.33 masks them.
     Seen in vLLM 0.26 to 0.32, `vllm/lora/ops/torch_ops/lora_ops.py`.
     """
     masked = inputs.masked_fill((lora_indices_tensor == -1).unsqueeze(-1), 0)
@@ -226,9 +226,9 @@ def for_each_token(
 ) -> Tensor:
     """Repeat each request's value for each of its draft tokens, with one value replaced.
 
-    Symptom: with speculation, log-probabilities that are NaN, and samples of another distribution.
-    Cause: vLLM's kernel for the CPU converts its output to int64 and writes to that copy; what it returns stays
-    uninitialized, unless it is int64 already, and temperatures are not.
+    Symptom: with speculative decoding, NaN log-probabilities, and samples from the wrong distribution.
+    Cause: vLLM's CPU kernel converts its output to int64 and writes to that copy, so that the returned tensor stays
+    uninitialized unless it already is int64, which temperatures are not.
     Why this is safe: it computes what vLLM documents.
     Seen in vLLM 0.32, `vllm/utils/cpu_triton_utils.py`.
 
@@ -242,11 +242,11 @@ def for_each_token(
 def without_unfinished_prompts(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the runner's `sample_tokens` without the generators of requests whose token is dropped.
 
-    Symptom: "RuntimeError: CPU Generator does not use offset", and the engine is dead. It takes a seeded request
-    prefilled in parts: many prompts, or many in-flight requests at an update, exceed one step's tokens.
-    Cause: vLLM samples a token for every request of the step, drops those of unfinished prompts, and rewinds their
-    generators by an offset, which only a GPU's generators have.
-    Why this is safe: the dropped token comes from the common generator, and the request's own does not move.
+    Symptom: "RuntimeError: CPU Generator does not use offset", which kills the engine. It occurs if a seeded request is
+    prefilled in chunks because many prompts, or many in-flight requests at an update, exceed one step's tokens.
+    Cause: vLLM samples a token for every request in the step, drops those of unfinished prompts, and rewinds their
+    generators by an offset, which only GPU generators have.
+    Why this is safe: the dropped token comes from the shared generator, and the request's own does not advance.
     Seen in vLLM 0.32, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
     """
     generators = runner.input_batch.generators
@@ -266,13 +266,13 @@ def one_prompt_at_a_time(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Call the runner's `_get_prompt_logprobs_dict` for one request at a time; with `adapter_of_one_request`.
+    """Call the runner's `_get_prompt_logprobs_dict` for one request at a time; used with `adapter_of_one_request`.
 
-    Symptom: with LoRA, two requests for prompt log-probabilities in one step end the engine: "einsum(): subscript b has
-    size 3 ... does not broadcast". Without an adapter, too.
-    Cause: the LoRA layer of the head takes its rows for one per request, each with that request's adapter. Here they
-    are the tokens of one prompt. A single request works, because its index is broadcast.
-    Why this is safe: vLLM computes each request's log-probabilities by itself, and all its tokens have one adapter.
+    Symptom: with LoRA enabled, two requests for prompt log-probabilities in one step kill the engine, even without an
+    adapter: "einsum(): subscript b has size 3 ... does not broadcast".
+    Cause: the head's LoRA layer assumes one row per request, each with that request's adapter, but here the rows are
+    the tokens of one prompt. A single request works, because its index is broadcast.
+    Why this is safe: vLLM computes each request's log-probabilities separately, and all its tokens use one adapter.
     Seen in vLLM 0.26 to 0.33, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
     """
     requested = runner.num_prompt_logprobs
@@ -294,7 +294,7 @@ def one_prompt_at_a_time(
 
 
 def adapter_of_one_request(original: property) -> property:
-    """Return the adapters of the rows of logits as `original` does; within `one_prompt_at_a_time`, its request's."""
+    """Return `original`, which has the adapter of each row of logits, with one adapter in `one_prompt_at_a_time`."""
 
     def sampler_indices(self: Any) -> Tensor:
         first = FIRST_TOKEN.get()

@@ -1,18 +1,19 @@
 """Send a rollout's tokens from the engine 32 at a time, with raw log-probabilities and the versions that sampled them.
 
-Symptom: with log-probabilities, 64 completions of a 1.5B model take an H200 a third longer.
+Symptom: with log-probabilities, 64 completions of a 1.5B model take a third longer on an H200.
 Cause: every completion sends three one-element arrays per step, and msgspec calls back into Python for each of them, in
-a thread that delays the one that launches the next step; the API server then handles every token by itself.
-What is done: the log-probabilities of a step become plain numbers once, for all its requests. A rollout, whose client
-waits for the whole completion, collects its tokens in the engine. Other requests get each step's part at once.
-Why this is safe: what is sent are the bytes that vLLM's own encoder would make, and vLLM's own decoder reads them. A
-step of speculation sends several tokens of a request at once, too. A request that is aborted first sends what it has.
-Log-probabilities of prompts, which are sent once, are left alone; a rollout sends them with its first tokens.
+a thread that delays the one that launches the next step; then the API server handles every token individually.
+What is done: the log-probabilities of a step are converted to plain numbers once, for all its requests. A rollout,
+whose client waits for the complete result, collects its tokens in the engine. Other requests get each step's part at
+once.
+Why this is safe: the bytes sent are those that vLLM's own encoder would produce, and vLLM's own decoder reads them. A
+step of speculative decoding also sends several tokens of a request together. An aborted request first sends what it
+has. Prompt log-probabilities, which are sent only once, are unchanged; a rollout sends them with its first tokens.
 
-A rollout has no use for the ranks of its tokens in the vocabulary: it gets the version that sampled each token instead,
-and if it is filtered what was kept in the same number (`filter_thresholds.py`).
+A rollout does not use the vocabulary ranks of its tokens. It gets the version that sampled each token instead, and, if
+it is filtered, what was kept, packed into the same number (`filter_thresholds.py`).
 
-Not covered: vLLM's own figures of when a rollout's tokens came (`/metrics`), which are those of 32 tokens together.
+Not covered: vLLM's own statistics of when a rollout's tokens arrived (`/metrics`), which count 32 tokens as one.
 Seen in vLLM 0.26 to 0.33: `vllm/v1/outputs.py`, `vllm/v1/serial_utils.py`, `vllm/v1/core/sched/scheduler.py`,
 `vllm/v1/engine/core.py`.
 """
@@ -43,34 +44,34 @@ vllm.v1.core.sched.scheduler
     wrap Scheduler.update_from_output(scheduler_output, model_runner_output)
     Scheduler: requests
 vllm.v1.outputs
-    # Three arrays, and where each request's rows begin.
+    # Three arrays, and the first row of each request.
     LogprobsLists: logprob_token_ids, logprobs, sampled_token_ranks, cu_num_generated_tokens
     replace LogprobsLists.slice_request(req_idx, num_positions)
 vllm.v1.serial_utils
     CUSTOM_TYPE_RAW_VIEW
-    call MsgpackEncoder._encode_ndarray(obj)  # what we do in its place
+    call MsgpackEncoder._encode_ndarray(obj)  # which Bridge reimplements
     call MsgpackDecoder._decode_ndarray(arr)
 """
 ROLLOUT = "bridge-rollout-"
-"""Part of the ids of requests whose tokens get versions, and wait in the engine; vLLM adds more at both ends."""
+"""Part of the ids of requests whose tokens get versions and wait in the engine; vLLM adds text at both ends."""
 FILTERED = f"{ROLLOUT}filtered-"
-"""Prefix of rollout requests whose tokens get thresholds, too."""
+"""Prefix of the ids of rollout requests whose tokens also get thresholds."""
 AT_ONCE = "at-once-"
-"""Part of the ids of rollouts whose tokens do not wait: vLLM looks for stops in their text."""
+"""Part of the ids of rollouts whose tokens do not wait, because vLLM searches their text for stop strings."""
 MOST_HELD = 32
-"""Tokens of a rollout that wait in the engine at most: if many end together, the API server gets this many of each."""
+"""Most tokens of a rollout that wait in the engine; if many rollouts end together, each sends at most this many."""
 SERVE_VERSION = "bridge_serve_version"
-"""Method of the engine: from now on it samples with this version."""
+"""Name of the engine's method that sets the version with which it samples from now on."""
 
 _version = 0
 
 
 def patch() -> None:
-    """Wrap the thread that sends an engine's outputs; a process without one is unaffected."""
+    """Wrap the thread that sends an engine's outputs; processes without an engine are unaffected."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     def serve_version(_: Any, version: int) -> None:
-        global _version  # noqa: PLW0603  a process has one engine at most
+        global _version  # noqa: PLW0603  a process has at most one engine
         _version = version
 
     @wrap(EngineCoreProc, "process_output_sockets")
@@ -82,7 +83,7 @@ def patch() -> None:
 
 
 def collect() -> None:
-    """Replace how this process takes a request's part out of a step's log-probabilities, and when it is sent."""
+    """Replace how this process extracts a request's part of a step's log-probabilities, and when it sends it."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCoreProc
@@ -134,16 +135,16 @@ class Step:
     lists: Any
     """vLLM's arrays."""
     version: int
-    """The version that sampled them."""
+    """The version that sampled the tokens."""
 
     @cached_property
     def sampled(self) -> tuple[list[float], list[int]]:
-        """Log-probabilities and ranks of the sampled tokens, which come first in their rows."""
+        """Log-probabilities and ranks of the sampled tokens, which are the first entries of their rows."""
         return self.lists.logprobs[:, 0].tolist(), self.lists.sampled_token_ranks.tolist()
 
     @cached_property
     def contents(self) -> list[tuple[str, tuple[int, ...], bytes, int]]:
-        """Return type, row shape, bytes, and bytes per row of vLLM's three arrays, with ranks as plain integers."""
+        """Return dtype, row shape, bytes, and bytes per row of vLLM's three arrays, with ranks as plain integers."""
         ids, logprobs, ranks, _ = self.lists
         packed = ranks.astype(np.int64)
         if np.any(is_packed := packed >> RANK_SHIFT != 0):
@@ -172,12 +173,12 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """Tokens that a rollout has sampled since it last sent some."""
+    """Tokens that a rollout has sampled since it last sent any."""
 
     output: Any
     """The newest `EngineCoreOutput`."""
     limit: int
-    """Tokens that are sent without waiting for more."""
+    """Number of tokens that are sent without waiting for more."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
@@ -194,7 +195,7 @@ class Held:
             self.logprobs += logprobs[first : first + num_rows]
             self.ranks += ranks[first : first + num_rows]
             self.versions += [step.version] * num_rows
-            output.new_logprobs = None  # a request that waits must not keep the arrays of a whole step
+            output.new_logprobs = None  # a waiting request must not keep a step's arrays alive
         if before is not output:
             output.prefill_stats = before.prefill_stats or output.prefill_stats
             output.events = [*(before.events or ()), *(output.events or ())] or None
@@ -203,7 +204,7 @@ class Held:
                 output.new_prompt_logprobs_tensors = before.new_prompt_logprobs_tensors
 
     def message(self) -> Any:
-        """Return the newest output with everything that was held."""
+        """Return the newest output with all tokens that were held."""
         self.output.new_token_ids = self.token_ids
         if self.logprobs:
             numbers = _instead_of_ranks(self.output.request_id, np.array(self.ranks), np.array(self.versions))
@@ -220,7 +221,7 @@ class Outbox:
         """Held tokens by request."""
 
     def due(self, outputs: Iterable[Any]) -> list[Any]:
-        """Return what to send of a step's outputs, and hold the rest."""
+        """Return which of a step's outputs to send, and hold the others."""
         return [message for output in outputs if (message := self._due(output)) is not None]
 
     def _due(self, output: Any) -> Any:
@@ -236,28 +237,28 @@ class Outbox:
         return self._held.pop(request_id).message() if is_due else None
 
     def rest(self, request_ids: Iterable[str]) -> list[Any]:
-        """Return what is held of these requests, to be sent."""
+        """Return the held outputs of these requests, to be sent."""
         return [self._held.pop(request).message() for request in request_ids if request in self._held]
 
     def forget(self, living: Mapping[str, Any]) -> None:
-        """Discard finished requests' tokens once more requests have some here than are living."""
+        """Discard the tokens of finished requests, once more requests have tokens here than are live."""
         if len(self._held) > len(living):
             self._held = {request: held for request, held in self._held.items() if request in living}
 
 
 def _instead_of_ranks(request_id: str, ranks: Any, versions: Any) -> Any:
-    """Return what a rollout gets in place of its tokens' ranks, which may be packed with thresholds.
+    """Return what a rollout gets in place of its tokens' ranks, which may have thresholds packed into them.
 
     Shapes: [N] int64, [N] int64 -> [N] int64.
     """
     if FILTERED not in request_id:
         return versions
-    kept = np.where(ranks >> RANK_SHIFT != 0, ranks & KEPT_MASK, 0)  # no number of words: unknown
+    kept = np.where(ranks >> RANK_SHIFT != 0, ranks & KEPT_MASK, 0)  # unknown if nothing is packed
     return (versions % 2**COUNT_BITS) << RANK_SHIFT | kept
 
 
 def _encoded(arrays: Iterable[tuple[str, tuple[int, ...], bytes]]) -> Any:
-    """Return vLLM's `LogprobsLists` of the arrays, each encoded as vLLM does: its type, its shape, and its bytes."""
+    """Return vLLM's `LogprobsLists` with the arrays encoded as vLLM does: dtype, shape and bytes."""
     lists, raw = _wire()
     return lists(*((dtype, shape, raw(content)) for dtype, shape, content in arrays))
 

@@ -1,10 +1,10 @@
-"""Give vLLM a prompt whose image tokens are expanded already, and the tensors of its images, as its engine takes them.
+"""Pass vLLM's engine a prompt whose image tokens are already expanded, together with its image tensors.
 
-vLLM's routes take images before its processor, which expands each image's token itself: ids that were expanded already
-would be expanded once more. The engine takes what comes behind the processor.
+vLLM's routes accept images before its processor, which expands each image token itself: ids that are already expanded
+would be expanded again. The engine accepts the processor's output.
 
-vLLM's own rules for the family say which of the tokens are an image's. They have to find all of them, or the request is
-refused.
+vLLM's own rules for the model family determine which tokens belong to an image. If they do not find all of them, the
+request is refused.
 Source: `vllm/multimodal/processing/processor.py` and `vllm/inputs/engine.py`, vLLM 0.26 to 0.33.
 """
 
@@ -39,22 +39,22 @@ vllm.multimodal.processing.processor
 IMAGE = "image"
 """vLLM's name for this kind of input."""
 PIXELS = "pixel_values"
-"""Image tensor in a processor's output (Pixtral)."""
+"""Name of the image tensor in a processor's output (Pixtral)."""
 SIZES = "image_sizes"
-"""Image sizes in a processor's output (Pixtral)."""
+"""Name of the image sizes in a processor's output (Pixtral)."""
 
 
 def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> Any:
-    """Return a prompt as the engine takes it.
+    """Return a prompt in the engine's format.
 
     Raises:
-        HTTPException: the model takes no images, or the tensors and the tokens are not of the same images.
+        HTTPException: the model does not accept images, or the tensors and the tokens do not match.
     """
     if not images:
         return {"prompt_token_ids": list(ids)}
     processor = engine.renderer.mm_processor
     if processor is None:
-        raise HTTPException(400, "this server takes no images: its model has no vision model, or it was turned off")
+        raise HTTPException(400, "this server does not accept images: it has no vision model, or that was disabled")
     from transformers import BatchFeature
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -68,7 +68,7 @@ def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> 
         counts = {IMAGE: len(items[IMAGE])}
         placeholders = processor._find_mm_placeholders(list(ids), processor._bind_and_group_updates(updates, counts))
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise HTTPException(400, f"these are no images of this model: {type(error).__name__}: {error}") from error
+        raise HTTPException(400, f"the image tensors do not fit this model: {type(error).__name__}: {error}") from error
     of_images = placeholders.get(IMAGE, [])
     if fault := _fault(ids, of_images, counts[IMAGE]):
         raise HTTPException(400, fault)
@@ -81,7 +81,7 @@ def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> 
 
 
 def _cropped(features: Any) -> dict[str, Any]:
-    """Cut off what a processor that gives sizes in pixels pads images with, and return them; empty: it is another."""
+    """Crop the padding of images whose processor reports sizes in pixels, and return them; otherwise return {}."""
     from vllm.multimodal.parse import ImageProcessorItems
 
     if SIZES not in features:
@@ -92,7 +92,7 @@ def _cropped(features: Any) -> dict[str, Any]:
 
 
 def _fault(ids: Sequence[int], placeholders: Sequence[Any], num_images: int) -> str:
-    """Return what is wrong with the tokens of the images; empty: vLLM finds all of them."""
+    """Return what is wrong with the image tokens; empty if vLLM finds all of them."""
     if len(placeholders) != num_images:
         return f"vLLM finds the tokens of {len(placeholders)} images in the prompt, expected those of {num_images}"
     of_images = {token for one in placeholders for token in one.tokens}
@@ -108,7 +108,7 @@ def _tensor(dtype: str, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
 
 
 def _hash(item: Mapping[str, Any]) -> str:
-    """Return what vLLM's caches know an image by: a digest of all that it computes its embeddings from."""
+    """Return the key of an image in vLLM's caches: a digest of everything that its embeddings are computed from."""
     digest = blake2b(digest_size=32)
     for name in sorted(item):
         tensor = item[name].data

@@ -1,6 +1,6 @@
-"""Calls of the API server to the workers of all ranks (`worker.py`): shards for the manifest, and single tensors.
+"""Calls from the API server to the workers of all ranks (`worker.py`): shards for the manifest, and single tensors.
 
-The manifest is written once the server answers, and removed when the server stops.
+The manifest is written once the server answers requests, and removed when the server stops.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ logger = logging.getLogger("vllm.bridge")
 
 
 async def export(engine_client: Any, args: Namespace) -> Manifest:
-    """Collect every rank's shard into the manifest of this process, or raise UnsupportedModelError."""
+    """Collect every rank's shard into this process's manifest; UnsupportedModelError if the model cannot be shared."""
     if engine_client is None:
         raise AttachError("this server has no engine whose weights could be shared", hint="use bridge serve-vllm")
     refuse_other_model(engine_client.model_config)
@@ -85,9 +85,9 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
 
 
 def refuse_other_model(config: Any) -> None:
-    """Refuse a server whose model or tokenizer a trainer would not find in the model's folder, however it was started.
+    """Refuse a server whose model or tokenizer differs from what a trainer finds in the model's folder.
 
-    `bridge/processes/vllm_flags.py` refuses the flags; this, a server that was started in another way.
+    `bridge/processes/vllm_flags.py` refuses these flags in Bridge's own command; this covers all other ways to start.
     """
     overrides = config.hf_overrides
     is_of_head = isinstance(overrides, dict) and overrides.keys() <= HEAD_KEYS
@@ -98,9 +98,9 @@ def refuse_other_model(config: Any) -> None:
     for flag, value in given.items():
         if value:
             raise UnsupportedModelError(
-                f"{flag} {value} is for this server alone: a trainer builds its model, and encodes prompts, from"
+                f"{flag} {value} applies only to this server: a trainer builds its model and encodes prompts from"
                 f" {config.model}",
-                hint="put it into the model's folder, or a copy, which server and trainer both read",
+                hint="put it into the model's folder, or a copy of that folder, which server and trainer both read",
             )
 
 
@@ -111,8 +111,8 @@ def _own_url(args: Namespace) -> str:
 
 
 async def write_when_listening(exported: Manifest, path: Path) -> None:
-    """Write the manifest once the server answers, and remove it when this process ends; stop it if that fails."""
-    async with httpx.AsyncClient(verify=False, trust_env=False) as client:  # noqa: S501  this very server's own
+    """Write the manifest once the server answers, and remove it at exit; stop the server if writing fails."""
+    async with httpx.AsyncClient(verify=False, trust_env=False) as client:  # noqa: S501  this server's own certificate
         while True:
             with suppress(httpx.TransportError):
                 if (await client.get(f"{exported.url}/health")).is_success:
@@ -129,24 +129,24 @@ async def write_when_listening(exported: Manifest, path: Path) -> None:
 
 
 def report(error: BridgeError) -> None:
-    """Print `error` as the command line does."""
-    print(f"error: {error.message}\n\nhint: {error.hint}", file=sys.stderr)  # noqa: T201  the log's last word
+    """Print `error` in the format of the `bridge` command."""
+    print(f"error: {error.message}\n\nhint: {error.hint}", file=sys.stderr)  # noqa: T201  the last line of the log
 
 
 def agreed(answers: Sequence[Answer], what: str) -> Answer:
-    """Return the answer that all ranks give, or raise AttachError that names the first rank that differs."""
+    """Return the answer that all ranks agree on; AttachError names the first rank that differs."""
     for rank, answer in enumerate(answers):
         if repr(answer) != repr(answers[0]):  # NaN equals NaN here
             raise AttachError(
-                f"the ranks disagree about {what}: rank {rank} answers {answer!r:.100}, expected {answers[0]!r:.100}"
-                " as from rank 0",
+                f"the ranks disagree about {what}: rank {rank} returned {answer!r:.100}, expected {answers[0]!r:.100}"
+                ", as on rank 0",
                 hint="restart the server",
             )
     return answers[0]
 
 
 async def finiteness(engine: Any) -> Finiteness:
-    """Look for NaN and infinity in every rank's weights and adapter slots."""
+    """Check every rank's weights and adapter slots for NaN and infinity."""
     answers = await engine.collective_rpc("bridge_finiteness")
     return Finiteness(
         num_tensors=agreed([count for count, _ in answers], "the number of their tensors"),
@@ -155,11 +155,11 @@ async def finiteness(engine: Any) -> Finiteness:
 
 
 async def digests(engine: Any, part: int, *, quantized: bool = False) -> dict[str, str]:
-    """Return the digests of one rank's parameters, or of the FP8 made of them; HTTPException: there is no such rank."""
+    """Return the digests of one rank's parameters, or of their FP8 copies; HTTPException if there is no such rank."""
     method = "bridge_quantized_digests" if quantized else "bridge_digests"
     answers: list[dict[str, str]] = await engine.collective_rpc(method)
     if not 0 <= part < len(answers):
-        raise HTTPException(404, f"this server has {len(answers)} ranks, and none of number {part}")
+        raise HTTPException(404, f"this server has {len(answers)} ranks, and no rank {part}")
     return answers[part]
 
 
@@ -171,20 +171,20 @@ async def read(engine: Any, elements: Sequence[Element], exported: Manifest) -> 
 
 
 async def write(engine: Any, elements: Sequence[Element], values: Sequence[float], exported: Manifest) -> None:
-    """Set single elements; HTTPException if the model does not have them, or their types cannot hold the values."""
+    """Set single elements; HTTPException if the model lacks them, or their dtype cannot represent the values."""
     documents = _checked(elements, exported)
     largest = torch.finfo(getattr(torch, exported.dtype)).max
     for value in values:
-        if not abs(value) <= largest:  # nor is NaN
-            raise HTTPException(422, f"the parameters are {exported.dtype}, and {value} is not a finite number of it")
+        if not abs(value) <= largest:  # also true for NaN
+            raise HTTPException(422, f"{value} is not a finite {exported.dtype} number, which is the parameters' dtype")
     await engine.collective_rpc("bridge_write", args=(documents, list(values)))
 
 
 def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, Any]]:
-    """Return `elements` as workers take them, if the model has them."""
+    """Return `elements` in the workers' format, if the model has them."""
     for element in elements:
         if element.part >= len(exported.shards):
-            raise HTTPException(422, f"this server has {len(exported.shards)} ranks, and none of number {element.part}")
+            raise HTTPException(422, f"this server has {len(exported.shards)} ranks, and no rank {element.part}")
         handle = exported.shards[element.part].ipc_handles.get(element.parameter)
         if handle is None:
             raise HTTPException(
@@ -194,5 +194,5 @@ def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, 
             )
         size = math.prod(handle.shape)
         if element.index >= size:
-            raise HTTPException(422, f"{element.parameter} has {size} elements, so none has index {element.index}")
+            raise HTTPException(422, f"{element.parameter} has {size} elements, and none at index {element.index}")
     return [element.model_dump() for element in elements]

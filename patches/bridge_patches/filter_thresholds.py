@@ -1,13 +1,13 @@
-"""Report with each sampled token what top-k, top-p and min-p kept: a threshold on the logits, and a number of words.
+"""Report with each sampled token what top-k, top-p and min-p kept: a threshold on the logits, and the number of words.
 
-Symptom: log-probabilities are normalized over the words that a filter kept, and the trainer cannot know which.
-Cause: vLLM has them as logits that are not -inf, and drops those. From 0.28 on, one of its two model runners can return
-the ids, of at most as many words as a top-k that each request must then have.
-What is done: all three filters keep the likeliest words, so that two numbers say which. The threshold is in the middle
-between the least logit that was kept and the greatest that was dropped, over the temperature: another engine's logits,
-which round differently, then mostly fall on the same sides; the number of words shows whether they do.
-Why this is safe: nothing is computed for a step without such a request. Both share 64 bits with the token's rank in the
-vocabulary, and `engine_outputs.py` takes them apart.
+Symptom: log-probabilities are normalized over the words that a filter kept, but the trainer cannot know which.
+Cause: vLLM only has them as the logits that are not -inf, and discards these. From 0.28 on, one of its two model
+runners can return their ids, but only up to a top-k that each request must then set.
+What is done: all three filters keep the likeliest words, so two numbers identify them. The threshold is the midpoint
+between the smallest kept logit and the largest dropped one, divided by the temperature, so that a different engine's
+logits, which round differently, mostly fall on the same sides; the number of words shows whether they do.
+Why this is safe: nothing is computed for a step without such a request. Both numbers share 64 bits with the token's
+vocabulary rank, and `engine_outputs.py` separates them.
 """
 
 from collections.abc import Callable
@@ -41,16 +41,16 @@ vllm.v1.worker.gpu.sample.output: SamplerOutput: logprobs_tensors
 vllm.v1.worker.gpu.input_batch: InputBatch: expanded_idx_mapping, idx_mapping_np
 """
 COUNT_BITS = 20
-"""Bits of the number of kept words and of a rank: vocabularies are smaller than a million."""
+"""Bits for the number of kept words, and for a rank: vocabularies have fewer than a million words."""
 THRESHOLD_BITS = 24
-"""The first bits of a float32: of a logit of 20, all but 0.0006."""
+"""Leading bits of a float32 that are kept: for a logit of 20, the error is below 0.0006."""
 RANK_SHIFT = THRESHOLD_BITS + COUNT_BITS
-"""Rank, number of words and threshold follow one another, the rank first."""
+"""Position of the rank, which comes first, followed by the number of words and the threshold."""
 KEPT_MASK = 2**RANK_SHIFT - 1
 KEEP_ALL = float(np.finfo(np.float32).min)
-"""Threshold where nothing was dropped: JSON has no infinity."""
+"""Threshold if nothing was dropped, because JSON has no infinity."""
 GREEDY = 1e-5
-"""Temperatures below sample the likeliest token: vLLM divides by 1."""
+"""Below this temperature, vLLM samples the likeliest token and divides by 1."""
 
 
 def patch() -> None:
@@ -65,7 +65,7 @@ def patch() -> None:
 
 
 def unpack(numbers: Any) -> tuple[Any, Any, Any]:
-    """Return the ranks, or what is in their place, and the thresholds and numbers of kept words."""
+    """Return the ranks, or what was packed in their place, the thresholds, and the numbers of kept words."""
     packed = np.asarray(numbers, dtype=np.int64)
     thresholds = ((packed & (2**THRESHOLD_BITS - 1)) << 32 - THRESHOLD_BITS).astype(np.uint32).view(np.float32)
     counts = (packed >> THRESHOLD_BITS) & (2**COUNT_BITS - 1)
@@ -75,9 +75,9 @@ def unpack(numbers: Any) -> tuple[Any, Any, Any]:
 def wrap_sampler(
     sampler: type[Any], method: str, parameters: str, temperatures_of: Callable[[Any, Any], Tensor | None]
 ) -> None:
-    """Wrap `method` of `sampler`, which gets the logits and, as argument `parameters`, their sampling parameters."""
+    """Wrap `method` of `sampler`; its argument named `parameters` has the sampling parameters of the logits."""
     processed: list[Tensor] = []
-    """The logits of the step in progress after the filters."""
+    """The current step's logits after the filters."""
 
     @wrap(sampler, "sample")
     def sample(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,10 +89,10 @@ def wrap_sampler(
     def report(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(("logits", parameters), args, strict=False)) | kwargs
         temperatures = temperatures_of(self, arguments[parameters])
-        before = None if temperatures is None else arguments["logits"].clone()  # vLLM writes into them
+        before = None if temperatures is None else arguments["logits"].clone()  # vLLM modifies the logits in place
         output = original(self, *args, **kwargs)
         tensors = output.logprobs_tensors
-        has_ranks = tensors is not None and len(tensors.selected_token_ranks)  # not for the whole vocabulary
+        has_ranks = tensors is not None and len(tensors.selected_token_ranks)  # absent for a full vocabulary
         if temperatures is not None and before is not None and processed and has_ranks:
             packed = pack(tensors.selected_token_ranks, *kept(before.float(), processed[0], temperatures))
             output.logprobs_tensors = tensors._replace(selected_token_ranks=packed)
@@ -101,9 +101,9 @@ def wrap_sampler(
 
 
 def kept(logits: Tensor, processed: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Return thresholds, and the numbers of kept words.
+    """Return the thresholds and the numbers of kept words.
 
-    A threshold is the middle between the least kept logit and the greatest dropped one, over the temperature.
+    A threshold is the midpoint between the smallest kept logit and the largest dropped one, over the temperature.
 
     Shapes: [N, V], [N, V] with -inf for dropped words, [N] -> [N] float32, [N] int64.
     """
@@ -115,19 +115,19 @@ def kept(logits: Tensor, processed: Tensor, temperatures: Tensor) -> tuple[Tenso
 
 
 def pack(ranks: Tensor, thresholds: Tensor, counts: Tensor) -> Tensor:
-    """Return all three as one int64 each; `unpack` undoes it."""
+    """Pack each rank, threshold and count into one int64; `unpack` is the inverse."""
     bits = (thresholds.view(torch.int32).to(torch.int64) >> 32 - THRESHOLD_BITS) & (2**THRESHOLD_BITS - 1)
     packed: Tensor = (ranks << RANK_SHIFT) | (counts << THRESHOLD_BITS) | bits
     return packed
 
 
 def _temperatures(_: Any, metadata: Any) -> Tensor | None:
-    """Return the temperature of each row; None if no request of the step is filtered, or none wants to know."""
+    """Return the temperature of each row; None if no request in the step is filtered or wants log-probabilities."""
     if metadata.max_num_logprobs is None:
         return None
     is_min_p = any(getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant)
     is_filtered = metadata.top_k is not None or metadata.top_p is not None or is_min_p
-    return metadata.temperature if is_filtered else None  # None, too, if all are greedy
+    return metadata.temperature if is_filtered else None  # also None if all are greedy
 
 
 def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""`POST /generate` like Atropos' own vLLM server, answered by vLLM's own `POST /v1/completions`.
+"""`POST /generate` as in Atropos' own vLLM server, answered through vLLM's own `POST /v1/completions`.
 
-Each request is sent to this same server again, inside this process. So the API key, the checks of every field, the
-fence, a client that hangs up and the text of each error are vLLM's own, in every supported version.
+Each request is sent to this same server again, inside this process. So vLLM itself handles the API key, the validation
+of every field, the fence, disconnecting clients and error messages, in every supported version.
 
-An Atropos environment may sample on any of vLLM's routes, from another distribution than the trainer assumes:
+An Atropos environment may sample through any of vLLM's routes, from a different distribution than the trainer assumes:
 `watch_sampling` logs that.
 
 Source: `example_trainer/vllm_api_server.py` and `atroposlib/envs/server_handling/vllm_server.py`, atroposlib 0.4.0.
@@ -25,7 +25,7 @@ from bridge_patches.engine_outputs import FILTERED
 
 PINS = """
 vllm.entrypoints.openai.completion.protocol
-    # The fields that are passed on: vLLM ignores one that it does not know.
+    # The fields that are passed on, because vLLM ignores unknown ones.
     CompletionRequest: prompt, model, n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, repetition_penalty,
         presence_penalty, frequency_penalty, seed, stop, stop_token_ids, ignore_eos, include_stop_str_in_output,
         skip_special_tokens, spaces_between_special_tokens, logit_bias, allowed_token_ids, bad_words, logprobs,
@@ -43,22 +43,22 @@ vllm.config.model
         presence_penalty, frequency_penalty, temperature, max_new_tokens, skip_special_tokens
 """
 CLIENT_GONE = 499
-"""Status of the answer to a client that has disconnected."""
+"""Status of the response to a client that has disconnected."""
 JSON = "application/json"
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"
 UNCUT = {"temperature": 1.0, **WHOLE}
-"""Defaults of a request: vLLM would use the model's own."""
+"""Defaults for a request, in place of the model's own, which vLLM would use."""
 PASSED_ON = frozenset(UNCUT) | {
     "model", "n", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids",
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
     "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
 }  # fmt: skip
-"""Fields that mean the same to Atropos' server and to `/v1/completions`."""
+"""Fields that have the same meaning in Atropos' server and in `/v1/completions`."""
 PASSED_KEYS = ("type", "asgi", "http_version", "method", "scheme", "query_string", "root_path", "client", "server")
 """Keys of the outer request's ASGI scope that the inner one gets."""
 OUTER_HEADERS = {b"content-length", b"transfer-encoding", b"accept-encoding"}
-"""Headers that describe the outer body, or would have the inner answer compressed."""
+"""Headers to drop: they describe the outer body, or would compress the inner response."""
 
 logger = logging.getLogger("vllm.bridge.sampling")
 router = APIRouter(include_in_schema=False)
@@ -66,13 +66,13 @@ router = APIRouter(include_in_schema=False)
 
 def _refuse_other_types(request: Request) -> None:
     content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != JSON:  # a web page may send other types without a preflight
+    if content_type.partition(";")[0].strip().lower() != JSON:  # web pages may send other types without a preflight
         raise HTTPException(415, f"the content-type is {content_type[:100]!r}, expected {JSON}")
 
 
 @router.post("/generate", dependencies=[Depends(_refuse_other_types)])
 async def generate(body: dict[str, Any], request: Request) -> Response:
-    """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
+    """Sample completions of one prompt, by default from the trained adapter if there is one."""
     fields = _checked(body)
     adapters: Adapters = request.app.state.bridge_adapters
     trained = None if fields.get("model") else adapters.expected()
@@ -92,9 +92,9 @@ async def generate(body: dict[str, Any], request: Request) -> Response:
 
 
 async def _forward(request: Request, route: str, document: Mapping[str, Any]) -> Response:
-    """Return this server's answer to `document`, as if the client of `request` had sent it.
+    """Return this server's response to `document`, as if the client of `request` had sent it.
 
-    If the client disconnects, the inner request ends.
+    If the client disconnects, the inner request is aborted.
     """
     body = json.dumps(document).encode()
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -128,18 +128,18 @@ def _scope(outer: Scope, route: str, length: int) -> Scope:
 
 
 def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request with its prompt as text or token ids; HTTPException if it is anything else."""
+    """Return the request with its prompt as a string or token ids; HTTPException if it is invalid."""
     if unknown := body.keys() - PASSED_ON - {"prompt", "stream"}:
         known = ", ".join(sorted(PASSED_ON))
-        raise HTTPException(400, f"/generate does not know {', '.join(sorted(unknown))}, only {known}")
+        raise HTTPException(400, f"/generate does not support {', '.join(sorted(unknown))}, only {known}")
     if body.get("stream"):
         raise HTTPException(400, f"/generate does not stream; {COMPLETIONS} does")
     prompt = body.get("prompt")
-    if isinstance(prompt, dict) and len(prompt) == 1:  # as vLLM's own engine takes it
+    if isinstance(prompt, dict) and len(prompt) == 1:  # the format of vLLM's own engine
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     is_ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
     if not (isinstance(prompt, str) or is_ids):
-        raise HTTPException(400, 'prompt must be one text, or {"prompt_token_ids": [...]} with at least one token')
+        raise HTTPException(400, 'prompt must be one string, or {"prompt_token_ids": [...]} with at least one token')
     return {name: value for name, value in body.items() if name != "stream"} | {"prompt": prompt}
 
 
@@ -162,7 +162,7 @@ def _reply(fields: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> di
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[list[dict[int, float]]]:
-    """Return per token a list of one dict: the token's own log-probability first, then those of the likeliest."""
+    """Return, for each token, a list with one dict: its own log-probability first, then those of the likeliest."""
     logprobs = choice["logprobs"]
     tops = logprobs["top_logprobs"] or [None] * len(choice["token_ids"])
     reply = []
@@ -173,22 +173,22 @@ def _logprobs(choice: Mapping[str, Any]) -> list[list[dict[int, float]]]:
 
 
 def watch_sampling(engine: Any) -> None:
-    """Log each request that samples from another distribution than the trainer assumes, once per set of fields.
+    """Log each request that samples from a different distribution than the trainer assumes, once per set of fields.
 
-    The engine receives every request with the model's defaults filled in.
+    Requests reach the engine with the model's defaults already filled in.
     """
     logged: set[frozenset[str]] = set()
 
     @wrap(engine, "add_request")
     async def add_request(original: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        # Without a temperature it is greedy, or samples nothing; a filtered rollout reports what was kept.
+        # Without a temperature, a request is greedy or samples nothing; a filtered rollout reports what was kept.
         if getattr(params, "temperature", None) and FILTERED not in request_id:
             changed = changes({name: getattr(params, name, None) for name in (*WHOLE, *NO_DEFAULT)})
             if changed and frozenset(changed) not in logged:
                 logged.add(frozenset(changed))
                 logger.warning(
-                    "Bridge: a request samples with %s if its completions are trained. It set this itself, or left it"
-                    " to the model's generation_config.json. Further requests with the same fields are not logged.",
+                    "Bridge: a request samples with %s if its completions are trained. The request or the model's"
+                    " generation_config.json sets this. Further requests with the same fields are not logged.",
                     in_words(changed),
                 )
         return await original(request_id, prompt, params, *args, **kwargs)

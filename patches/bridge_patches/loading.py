@@ -1,18 +1,18 @@
-"""Watch vLLM load a model: where in its parameters each weight goes, and whether it is still there afterwards.
+"""Watch vLLM load a model: where in its parameters each weight goes, and whether it is still there afterward.
 
-Where it goes: vLLM's own `load_weights` receives the model's parameters under the names in its files, without values,
-and each of its copies is recorded, not made (`bridge/weights/copy_recorder.py`). Whatever vLLM fuses, stacks, pads,
-renames or ties is learned from the code that does it; there is no table per model family. A buffer that it loads a
-weight into, such as Gemma 4's `layer_scalar`, becomes a parameter of vLLM's model, and is exported like one.
+Where it goes: vLLM's own `load_weights` receives the model's parameters under their names in the files, but without
+values, and its copies are recorded instead of executed (`bridge/weights/copy_recorder.py`). Whatever vLLM fuses,
+stacks, pads, renames or ties is learned from the code that does it; there is no table per model family. A buffer that a
+weight is loaded into, such as Gemma 4's `layer_scalar`, becomes a parameter of vLLM's model, and is exported like one.
 
-Symptom: updates of some weights do not show in what is generated.
-Cause: after loading, vLLM rewrites weights for a kernel, or derives others from them that the kernel reads: packed or
+Symptom: updates of some weights have no effect on what is generated.
+Cause: after loading, vLLM rewrites weights for a kernel, or derives other tensors that the kernel reads: packed or
 shuffled experts, the absorbed projections of latent attention.
-What is done: each parameter is digested when its weights are loaded and again when vLLM has processed them, and tensors
-that appear in between are noticed. A model with either is refused by name.
+What is done: each parameter is digested when its weights are loaded, and again after vLLM has processed them; tensors
+that appear in between are also detected. A model with either is refused, with the names.
 
-A model that is tied by its configuration may have a head in its files, too: vLLM loads both, and ties them if they are
-equal (since 0.32). Such a model is shared as any tied one; a head with values of its own is refused.
+A model whose configuration ties its weights may still have a head in its files: vLLM loads both, and ties them if they
+are equal (since 0.32). Such a model is shared like any tied one; a head with different values is refused.
 Seen in vLLM 0.26 to 0.33, `vllm/model_executor/model_loader/base_loader.py`. Draft models are not watched.
 """
 
@@ -39,38 +39,38 @@ from bridge_patches import quantized, routed_experts, wrap
 PINS = """
 vllm.model_executor.model_loader.base_loader
     wrap BaseModelLoader.load_model(vllm_config, model_config, prefix)
-    wrap BaseModelLoader.load_weights(model, model_config)  # the model has its parameters, still empty
+    wrap BaseModelLoader.load_weights(model, model_config)  # the model already has its parameters, without values
 vllm.model_executor.models.llama: call LlamaForCausalLM.load_weights(weights)  # as in every family
 vllm.model_executor.layers.vocab_parallel_embedding
     VocabParallelEmbedding: org_vocab_size, num_embeddings_per_partition, shard_indices
     VocabParallelEmbeddingShardIndices: org_vocab_start_index, org_vocab_end_index, num_org_elements
 vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA: base_layer
-# The trainer takes over the frequencies that it chooses (`bridge/weights/rope.py`).
+# The trainer adopts the frequencies that it chooses (`bridge/weights/rope.py`).
 vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope
     Phi3LongRoPEScaledRotaryEmbedding: use_long_rope, short_mscale, long_mscale
 """
 WRAPPED = "base_layer"
-"""vLLM's name of the layer inside a LoRA layer."""
+"""vLLM's name for the layer inside a LoRA layer."""
 LOADING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""Raised by a `load_weights` that reads a weight's value, or finds no place for it."""
+"""Exceptions of a `load_weights` that reads a weight's value, or finds no parameter for it."""
 
 
 @dataclass
 class Record:
-    """Record of how one model was loaded."""
+    """How one model was loaded."""
 
     expected: dict[str, Shape] = field(default_factory=dict)
     """Hugging Face parameter -> its shape."""
     views: dict[str, View] = field(default_factory=dict)
-    """Hugging Face parameter -> where it is, by the names that vLLM's parameters have without LoRA."""
+    """Hugging Face parameter -> its view, which names vLLM's parameters as without LoRA."""
     tied: frozenset[str] = frozenset()
-    """Hugging Face parameters that the configuration ties others to."""
+    """Hugging Face parameters to which the configuration ties others."""
     refusal: BridgeError | None = None
-    """Why it cannot be shared; None if it can."""
+    """Why the model cannot be shared; None if it can."""
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Keep the first refusal until the weights are exported: vLLM itself works without that."""
+        """Keep the first refusal until the weights are exported, since vLLM itself works without exporting them."""
         try:
             yield
         except BridgeError as error:
@@ -78,7 +78,7 @@ class Record:
 
 
 RECORDS: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
-"""Every model that this process has loaded."""
+"""The record of every model that this process has loaded."""
 
 
 def patch() -> None:
@@ -97,7 +97,7 @@ def patch() -> None:
 
 
 def record_of(model: nn.Module) -> Record:
-    """Return how `model` was loaded; UnsupportedModelError if it cannot be shared."""
+    """Return the record of `model`; UnsupportedModelError if it cannot be shared."""
     record = RECORDS.get(model)
     if record is None:
         raise UnsupportedModelError(
@@ -111,7 +111,7 @@ def record_of(model: nn.Module) -> Record:
 def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
     """Return where each parameter of `empty`, transformers' model without values, goes in vLLM's `model`.
 
-    UnsupportedModelError if vLLM does not copy one of them unchanged to one place.
+    UnsupportedModelError if vLLM does not copy a parameter unchanged into a single place.
     """
     sources = {name: parameter.detach() for name, parameter in empty.named_parameters()}
     saved = saved_form(empty, sources)
@@ -123,7 +123,7 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
         raise
     except LOADING_ERRORS as error:
         raise UnsupportedModelError(
-            f"vLLM's {type(model).__name__} does more than copying when it loads: {with_class(error)}",
+            f"vLLM's {type(model).__name__} does more than copy weights when it loads: {with_class(error)}",
             hint=OTHER_MODES,
         ) from error
     copies = recorder.copies(state(model))
@@ -131,7 +131,7 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
 
 
 def _hold_loaded_buffers(model: nn.Module, views: Mapping[str, View]) -> None:
-    """Make each buffer that a weight is loaded into a parameter, so that it is exported like one."""
+    """Turn each buffer that a weight is loaded into into a parameter, so that it is exported like one."""
     loaded = {view.parameter for view in views.values()}
     for name, buffer in stored_buffers(model).items():
         if name in loaded:
@@ -139,7 +139,7 @@ def _hold_loaded_buffers(model: nn.Module, views: Mapping[str, View]) -> None:
 
 
 def padding(model: nn.Module) -> dict[str, int]:
-    """Return, per padded vocabulary, how many elements at its end stand for no token."""
+    """Return, for each padded vocabulary, the number of elements at its end that belong to no token."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     sizes: dict[str, int] = {}
@@ -151,18 +151,18 @@ def padding(model: nn.Module) -> dict[str, int]:
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Map the name that each parameter would have without LoRA to the name that it has."""
+    """Map the name that each parameter would have without LoRA to its actual name."""
     names = quantized.parameters(model)
     return {".".join(part for part in name.split(".") if part != WRAPPED): name for name in names}
 
 
 def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Module:
-    """Return the model that `load` makes with `loader`, and keep its record."""
+    """Return the model that `load` creates with `loader`, and store its record."""
     record = Record()
     digests: dict[str, str] = {}
     known: dict[int, ReferenceType[Tensor]] = {}
     empty: list[PreTrainedModel] = []
-    """Transformers' model without values, until its parameters have been followed."""
+    """Transformers' model without values, until its parameters have been traced."""
     with record.refusing():  # built first, because vLLM may change transformers' classes
         empty.append(skeleton.build(config.model, config.dtype))
         record.expected = skeleton.shapes(empty[0])
@@ -208,7 +208,7 @@ def _refuse(names: list[str], why: str) -> None:
 
 
 def _refuse_own_head(model: nn.Module, record: Record) -> None:
-    """Refuse a head with values of its own in a model that is tied by its configuration: some readers drop them."""
+    """Refuse a head with its own values in a model whose configuration ties it: some loaders drop these values."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     embeddings = {record.views[name].parameter for name in record.tied if name in record.views}
     unowned = shapes.keys() - {view.parameter for view in record.views.values()}
@@ -218,7 +218,7 @@ def _refuse_own_head(model: nn.Module, record: Record) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each floating-point tensor that a module holds, parameter or not; single numbers are scales."""
+    """Yield each floating-point tensor of a module, parameter or not, except single numbers, which are scales."""
     for prefix, module in model.named_modules():
         for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
             for tensor in value if isinstance(value, list | tuple) else [value]:

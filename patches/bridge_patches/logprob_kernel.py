@@ -1,12 +1,12 @@
-"""Compute the sampled tokens' log-probabilities from larger pieces of the vocabulary.
+"""Compute the sampled tokens' log-probabilities from larger chunks of the vocabulary.
 
-Symptom: with log-probabilities, 64 completions of a 7B model take an H200 about 2 % longer.
-Cause: for each of them one program reads the 152,064 logits twice, 1,024 at a time, and adds each piece up before it
-reads the next: 117 us a token.
+Symptom: with log-probabilities, 64 completions of a 7B model take about 2 % longer on an H200.
+Cause: for each of them, one program reads the 152,064 logits twice, 1,024 at a time, and sums each chunk before it
+reads the next: 117 us per token.
 What is done: the same kernel reads 16,384 at a time: 25 us.
-Why this is safe: vLLM launches its own kernel with its own arguments. Only the order of a sum differs, so that
-log-probabilities differ from those of a stock server in their last bits.
-Seen in vLLM 0.26 to 0.33, in the second of its two model runners; the first has no such kernel.
+Why this is safe: vLLM launches its own kernel with its own arguments. Only the order of summation differs, so that
+log-probabilities differ from a stock server's in their last bits.
+Seen in vLLM 0.26 to 0.33, in the second of its two model runners; the first does not have this kernel.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ LAUNCH = {"BLOCK_SIZE": 16_384, "num_warps": 16}
 
 @dataclass(frozen=True)
 class Launched:
-    """A kernel of Triton, launched with `LAUNCH` whatever the caller says."""
+    """A Triton kernel that is always launched with the options in `LAUNCH`."""
 
     kernel: Any
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        """Return what launches the kernel on `grid`."""
+        """Return the function that launches the kernel on `grid`."""
         return lambda *args, **kwargs: self.kernel[grid](*args, **{**kwargs, **LAUNCH})
 
 

@@ -1,19 +1,19 @@
-"""What Bridge relies on in vLLM, checked in vLLM's source text: neither vLLM nor torch is imported.
+"""What Bridge relies on in vLLM, checked in vLLM's source text without importing vLLM or torch.
 
-Each file of this package lists what it needs in `PINS` at its top: modules of vLLM, each with one statement after a
-colon or several indented below it. A statement is continued by indenting further; comments start with #.
+Each file of this package lists what it needs in `PINS` at its top: vLLM modules, each with one statement after a colon
+or several indented below it. A statement continues on lines that are indented further; comments start with #.
 
-    call f(a, b)          f takes a and b, and nothing else without a default
-    wrap C.f(a)           f of class C takes a; the rest is passed through
-    replace f(a, b)       f takes exactly these, in this order
-    call async f()        `async` in any of the three: f is awaited
+    call f(a, b)          f takes a and b, and no other arguments without a default
+    wrap C.f(a)           f of class C takes a; other arguments are passed through
+    replace f(a, b)       f takes exactly these arguments, in this order
+    call async f()        `async` in any of the three: f is a coroutine function
     C: a, b               class C, or a base in the same file, declares, defines or assigns to `self` a and b
     name                  is defined
     NAME = 'value'        a constant whose value Bridge repeats
-    C.a = field(...)      a default that Bridge knows; ` | ` between several
-    f lists names: a, b   the list `names` inside f holds nothing else
+    C.a = field(...)      a default that Bridge knows; ` | ` separates several
+    f lists names: a, b   the list `names` inside f has no other items
     f imports m.name      f imports it each time it runs, so replacing the name takes effect
-    if name: statement    holds where the module defines `name`; elsewhere Bridge does without
+    if name: statement    applies only if the module defines `name`; otherwise Bridge does not need it
 """
 
 import ast
@@ -24,21 +24,21 @@ from pathlib import Path
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Groups = dict[str, str]
-"""The parts of a statement."""
+"""The parts of a parsed statement, by name."""
 PATCHES = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One statement about a module of vLLM."""
+    """One statement about a vLLM module."""
 
     module: str
     statement: str
     patch: str = ""
-    """The file of this package that needs it, without `.py`."""
+    """The file of this package that needs the pinned symbol, without `.py`."""
 
     def fault(self, source: ast.Module | None) -> str | None:
-        """Return what does not fit `source`, in one phrase; None if it fits."""
+        """Return a phrase that says how `source` does not fit; None if it fits."""
         groups, check = self.parsed()
         if groups.get("condition") and (source is None or find(source, groups["condition"]) is None):
             return None
@@ -46,7 +46,7 @@ class Pin:
         return fault and f"{self.module}.{groups['name']} {fault}"
 
     def parsed(self) -> "tuple[Groups, Callable[[ast.Module, Groups], str | None]]":
-        """Return the pinned `name` and the other parts of the statement, and what checks them."""
+        """Return the parts of the statement, and the function that checks them."""
         for form, check in FORMS.items():
             if match := re.fullmatch(form, self.statement):
                 return match.groupdict(""), check
@@ -70,14 +70,14 @@ def of_file(file: Path) -> Iterator[Pin]:
 
 
 def find(source: ast.Module, name: str) -> ast.stmt | None:
-    """Return what defines `name` (`f`, `Class` or `Class.f`, inherited in this file or not), under an `if` or not."""
+    """Return the statement that defines `name` (`f`, `Class` or `Class.f`), also within `if` or in a base class."""
     owner, _, leaf = name.rpartition(".")
     bodies = [node.body for node in _lineage(source, owner)] if owner else [source.body]
     return next((node for body in bodies for node in _statements(body) if leaf in _defined(node)), None)
 
 
 def imports_of(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield each module that is imported anywhere in `node`, with the name imported from it, if any."""
+    """Yield (module, imported name or "") for each import anywhere in `node`."""
     for child in ast.walk(node):
         if isinstance(child, ast.ImportFrom) and child.module and not child.level:
             yield from ((child.module, alias.name) for alias in child.names)
@@ -162,7 +162,7 @@ def _names(groups: Groups) -> list[str]:
 
 
 def _lineage(source: ast.Module, class_name: str) -> Iterator[ast.ClassDef]:
-    """Yield the class and those of its bases that this file defines, nearest first."""
+    """Yield the class and its bases that are defined in this file, nearest first."""
     for node in _statements(source.body):
         if isinstance(node, ast.ClassDef) and node.name == class_name:
             yield node

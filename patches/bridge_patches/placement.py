@@ -1,21 +1,21 @@
-"""Keep weights and LoRA slots where they can be exported, from the load on.
+"""Keep weights and LoRA slots in memory that can be exported, from loading on.
 
-On a GPU the addresses are remembered, so that every update can prove that nothing has moved. On the CPU the weights are
-moved into a shared-memory file. LoRA's slots, which vLLM creates at the end of the load, are treated the same way.
+On a GPU, the addresses are recorded, so that every update can prove that nothing has moved. On the CPU, the weights are
+moved into a shared-memory file. LoRA slots, which vLLM creates at the end of loading, are treated the same way.
 
-A LoRA layer holds one pair of tensors per module that it fuses, with room for every slot: A of shape (slots, 1, largest
-rank, input) and B of shape (slots, 1, output, largest rank). vLLM writes them when it loads an adapter into a slot, and
-reads them at every step, so writing a slot changes that adapter. With tensor parallelism a rank's A has the columns,
-and its B the rows, that the rank has of the weight. Slots of other shapes are left out: those of
-`--fully-sharded-loras`, and of embeddings.
+A LoRA layer holds one pair of tensors per fused module, with room for every slot: A of shape (slots, 1, largest rank,
+input) and B of shape (slots, 1, output, largest rank). vLLM writes them when it loads an adapter into a slot, and reads
+them at every step, so writing a slot changes that adapter. With tensor parallelism, a rank's A has the same columns,
+and its B the same rows, as the rank's part of the weight. Slots with other layouts are not exported: those of
+`--fully-sharded-loras` and of embeddings.
 
-Experts get slots on request alone (`--lora-experts`): vLLM holds A and B of each expert, 1.5 GiB for Qwen3-30B-A3B at
-rank 16, and calls their kernels for every token. Of these slots the second axis is that of the experts.
+Experts get slots only on request (`--lora-experts`): vLLM holds A and B for each expert, 1.5 GiB for Qwen3-30B-A3B at
+rank 16, and calls their kernels for every token. The second axis of these slots is the expert.
 
-Symptom: with `--enable-sleep-mode` no weight can be exported, and since 0.33 no LoRA slot either.
+Symptom: with `--enable-sleep-mode`, no weight can be exported, and since 0.33 no LoRA slot either.
 Cause: vLLM allocates all of these in its cuMem pool, whose memory has no legacy CUDA IPC handle.
-Why this is safe: what stays out of the pool is where it would be without sleep mode; with the tag `runtime` vLLM marks
-what a sleep has to preserve.
+Why this is safe: what stays out of the pool is allocated as without sleep mode. vLLM uses the tag `runtime` for memory
+that a sleep must preserve.
 Seen in vLLM 0.26 to 0.33: runners V1 and V2, and the CPU's own; `vllm/lora/layers`, `vllm/device_allocator/cumem.py`.
 """
 
@@ -55,29 +55,29 @@ vllm.v1.worker.cpu_model_runner
     call CPUModelRunner.get_model()
     CPUModelRunner: model
 vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA: base_layer, lora_a_stacked, lora_b_stacked
-# q/k/v and gate/up: a tuple of slots in the order of the parts.
+# q/k/v and gate/up: a tuple of slots, in the order of the fused parts.
 vllm.lora.layers.column_parallel_linear: MergedColumnParallelLinearWithLoRA: lora_a_stacked, lora_b_stacked
-# The slots of the head, which itself is not wrapped.
+# The slots of the head; the head itself is not wrapped.
 vllm.lora.layers.logits_processor: LogitsProcessorWithLoRA: base_layer, lora_a_stacked, lora_b_stacked
-# Routed experts: tuples of slots, of gate and up, and of down.
+# Routed experts: tuples of slots for gate and up, and for down.
 vllm.lora.layers.fused_moe
     FusedMoEWithLoRA: base_layer, w13_lora_a_stacked, w13_lora_b_stacked, w2_lora_a_stacked, w2_lora_b_stacked
     call FusedMoEWithLoRA.set_lora(index, lora_a, lora_b)  # writes a slot: gate, down and up, in this order
 vllm.lora.lora_weights: call LoRALayerWeights.optimize()  # multiplies the scaling into B before a slot gets it
 vllm.lora.model_manager
     LoRAModelManager: model, modules, packed_modules_mapping  # as model.lora_manager
-vllm.lora.utils: wrap get_supported_lora_modules(model)  # last names of modules; as vllm.lora.model_manager has it
+vllm.lora.utils: wrap get_supported_lora_modules(model)  # imported by vllm.lora.model_manager
 vllm.model_executor.layers.fused_moe.runner.moe_runner: MoERunner
 """
 SIDES = ("lora_a_stacked", "lora_b_stacked")
 EXPERT_SIDES = tuple((f"w13_{side}", f"w2_{side}") for side in SIDES)
 EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"
 OUTSIDE = ("weights", "runtime")
-"""vLLM's tags of what stays in place while the KV cache sleeps; `runtime`, since 0.33, holds LoRA slots."""
+"""vLLM's tags for memory that stays while the KV cache sleeps; LoRA slots have `runtime` since 0.33."""
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A and B of one Hugging Face module."""
+"""A and B for one Hugging Face module."""
 _blocks: dict[int, SharedBlock] = {}
-"""The shared files that this process exports, by the id of their model; they live as long as the process."""
+"""The shared files that this process exports, by the `id` of their model; they live as long as the process."""
 
 
 def patch() -> None:
@@ -106,7 +106,7 @@ def shared_block(model: nn.Module) -> SharedBlock | None:
 
 
 class Addresses:
-    """The addresses of a model's parameters and LoRA slots, fast enough to check at every update."""
+    """The addresses of a model's parameters and LoRA slots, fast enough to be checked at every update."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -118,7 +118,7 @@ class Addresses:
         ]
 
     def moved(self) -> list[str]:
-        """Return the parameters and slots that have another address now, or no longer exist."""
+        """Return the parameters and slots whose address has changed, or that no longer exist."""
         slots = slot_tensors(self._model) if self._slots else {}
         now = [(name, module._parameters.get(leaf), address) for name, module, leaf, address in self._parameters]
         now += [(name, slots.get(name), address) for name, address in self._slots.items()]
@@ -126,9 +126,9 @@ class Addresses:
 
 
 def slot_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every four-dimensional tensor of LoRA slots, by a name for messages; none without LoRA.
+    """Return every four-dimensional LoRA slot tensor, by a name for messages; empty without LoRA.
 
-    The A of an embedding has three dimensions and a second view that vLLM keeps: it must not be moved.
+    An embedding's A has three dimensions, and vLLM keeps a second view of it, so it must not be moved.
     """
     return {
         f"{name}.{side}.{index}": piece
@@ -140,18 +140,18 @@ def slot_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lora_slots(model: nn.Module, views: Mapping[str, View]) -> dict[str, Pair]:
-    """Return the LoRA slots of each Hugging Face module whose slots have the plain layout.
+    """Return the LoRA slots of each Hugging Face module whose slots have the standard layout.
 
-    `views` name vLLM's parameters as they would be without LoRA.
+    `views` names vLLM's parameters as they are called without LoRA.
     """
-    fused: dict[str, list[str]] = {}  # parameter of vLLM -> the Hugging Face parameters in it, in order
+    fused: dict[str, list[str]] = {}  # vLLM's parameter -> the Hugging Face parameters in it, in order
     for name, view in sorted(views.items(), key=lambda item: item[1].offset):
         fused.setdefault(view.parameter, []).append(name)
     layers = _lora_layers(model)
     pairs: dict[str, Pair] = {}
     for parameter, names in fused.items():
         lora_a, lora_b = (_pieces(layers.get(parameter.removesuffix(".weight")), side) for side in SIDES)
-        if len(lora_a) == len(lora_b) == len(names):  # else one adapter's part of several, or none
+        if len(lora_a) == len(lora_b) == len(names):  # otherwise one slot serves several modules, or there is none
             for name, a, b in zip(names, lora_a, lora_b, strict=True):
                 if _is_plain(a, b, views[name].shape):
                     pairs[name.removesuffix(".weight")] = (a, b)
@@ -171,7 +171,7 @@ def _of_experts(owner: str, stacks: list[Pair]) -> dict[str, Pair]:
 
 
 def _lora_layers(model: nn.Module) -> Mapping[str, Any]:
-    """Return vLLM's LoRA layers by the plain names of the layers they stand for."""
+    """Return vLLM's LoRA layers by the names of the layers that they wrap."""
     return getattr(getattr(model, "lora_manager", None), "modules", {})
 
 
@@ -196,7 +196,7 @@ def _use_memory_pool(
 
 
 def _without_experts(original: Callable[..., list[str]], model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    """Return the last names of the modules that get a LoRA slot: all, but those of experts only on request."""
+    """Return the last name components of the modules that get a LoRA slot; experts are included only on request."""
     if os.environ.get(EXPERT_SLOTS) == "1":
         return original(model, *args, **kwargs)
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -214,15 +214,15 @@ def _load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs
 
 
 def _move_to_shared_memory(model: nn.Module) -> None:
-    """Copy every storage of what a trainer updates and of LoRA slots into one shared file, and point the tensors at it.
+    """Copy the storages of trainable parameters and LoRA slots into one shared file, and point the tensors at it.
 
-    They stay the same objects, so vLLM's layers and their tuples of slots see the new memory.
+    They remain the same objects, so vLLM's layers and their tuples of slots see the new memory.
     """
     tensors = [*quantized.parameters(model).values(), *slot_tensors(model).values()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     unit = shared_memory.ALIGNMENT_BYTES
     sizes = [-(-storage.nbytes() // unit) * unit for storage in storages.values()]
-    offsets = dict(zip(storages, accumulate(sizes, initial=0), strict=False))  # the last sum is the whole size
+    offsets = dict(zip(storages, accumulate(sizes, initial=0), strict=False))  # the last sum is the total size
     block = shared_memory.allocate(sum(sizes))
     shared = torch.empty(0, dtype=torch.uint8).set_(block.storage)
     for address, storage in storages.items():

@@ -1,16 +1,16 @@
-"""The prefix cache at a publication: no later request finds a block of older weights, and running ones may keep theirs.
+"""The prefix cache at a publication: no later request finds blocks of older weights, but running ones may keep theirs.
 
-Two changes, both to what vLLM calls a reset of the prefix cache:
+Two changes to what vLLM calls a reset of the prefix cache:
 
 A reset takes time proportional to the cache's contents. vLLM resets the hash of every block in the pool, including
-blocks that never had one: with 200,000 blocks every update takes 8 ms longer, and more on a larger GPU. While vLLM's
-own reset runs, a loop over the pool visits only the blocks in its map of hashes. A block outside that map cannot be
-found by a prefix, whatever hash it still has.
+blocks that never had one: with 200,000 blocks, every update takes 8 ms longer, and more on a larger GPU. Here, while
+vLLM's own reset runs, a loop over the pool visits only the blocks in its map of hashes. A block outside that map cannot
+be found by a prefix, whatever hash it still has.
 
-A reset that leaves running requests alone succeeds. vLLM refuses it, because their blocks are in use; here every block
-forgets its hash instead, and the requests keep their keys and values. A request that has no token yet restarts, so that
-a whole prompt is of one version. What runs across such a reset is never hashed again: its blocks are partly of older
-weights, and a block that fills afterwards could otherwise be found by its tokens alone.
+A reset can leave running requests alone. vLLM refuses this, because their blocks are in use; here every block forgets
+its hash instead, and the requests keep their keys and values. A request without any token yet restarts, so that a
+complete prompt belongs to one version. The blocks of requests that run across such a reset are never hashed again: they
+are partly of older weights, and a block that fills later could otherwise be found by its tokens.
 
 Seen in vLLM 0.26 to 0.33: `vllm/v1/core/block_pool.py`, `vllm/v1/core/kv_cache_manager.py`,
 `vllm/v1/core/sched/scheduler.py`.
@@ -31,7 +31,7 @@ vllm.v1.core.block_pool
     BlockHashToBlockMap: _cache  # hash -> block, or {number: block}
 vllm.v1.core.kv_cache_utils: call KVCacheBlock.reset_hash()
 vllm.v1.core.kv_cache_manager
-    wrap KVCacheManager.get_computed_blocks(request)  # called whenever a request begins, or restarts
+    wrap KVCacheManager.get_computed_blocks(request)  # called whenever a request starts or restarts
     KVCacheManager: block_pool
 vllm.v1.core.sched.scheduler
     wrap Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
@@ -41,7 +41,7 @@ vllm.v1.request: Request: num_output_tokens
 
 
 class HashedBlocks:
-    """The blocks of a pool: all of them by index, but only those with a hash in a loop."""
+    """The blocks of a pool: indexing reaches all of them, but iteration visits only those with a hash."""
 
     def __init__(self, pool: Any) -> None:
         self._blocks = pool.blocks
@@ -58,18 +58,18 @@ class HashedBlocks:
 
 
 class Resets:
-    """The resets of this process's prefix cache, and which requests run across one: a process has one scheduler."""
+    """The resets of the prefix cache of this process's only scheduler, and which requests run across a reset."""
 
     def __init__(self) -> None:
         self.keeps_running = False
         """Whether the reset in progress leaves running requests alone."""
         self._num_kept = 0
-        """Number of resets so far that left running requests alone."""
+        """Number of resets so far that kept running requests."""
         self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Request -> that number when it began."""
+        """Request -> value of `_num_kept` when it started."""
 
     def reset_pool(self, original: Callable[..., bool], pool: Any, *args: Any, **kwargs: Any) -> bool:
-        is_in_use = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1  # the null block always is
+        is_in_use = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1  # the null block is always in use
         if is_in_use and self.keeps_running:
             self._forget_hashes(pool)
             return True
@@ -81,11 +81,11 @@ class Resets:
             pool.blocks = blocks
 
     def _forget_hashes(self, pool: Any) -> None:
-        """Let no request find any block by its hash; blocks in use keep their contents."""
+        """Drop all hashes, so that no request finds any block; blocks in use keep their contents."""
         for block in HashedBlocks(pool):
             block.reset_hash()
         pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
-        if hasattr(pool, "cached_block_hashes_by_block"):  # since 0.31: a block may have several
+        if hasattr(pool, "cached_block_hashes_by_block"):  # since 0.31, when a block may have several
             pool.cached_block_hashes_by_block.clear()
         self._num_kept += 1
 

@@ -1,8 +1,8 @@
-"""Import vLLM, and then become the server of a command; run by `bridge/processes/preload.py`.
+"""Import vLLM, then become the server that a command describes; run by `bridge/processes/preload.py`.
 
-The command lies in a file in memory, whose descriptor is the argument, as soon as stdin ends.
+The argument is the descriptor of a memfd, which contains the command once stdin is closed.
 
-Nothing is decided here: no plugin is called, no port is taken, and no GPU is used before the command is known.
+Until the command is known, no plugin is called, no port is bound, and no GPU is used.
 """
 
 import gc
@@ -24,11 +24,11 @@ vllm.v1.worker.cpu_worker: CPUWorker
 vllm.platforms: current_platform
 """
 MODULES = ("vllm.entrypoints.cli.serve", "vllm.v1.engine.core", "bridge_patches.routes", "bridge_patches.worker")
-"""Modules that the API server and its engine, a fork of it, import."""
+"""Modules that the API server and its forked engine import."""
 
 
 def main() -> None:
-    """Import, wait for the command, and run it; without one this process ends."""
+    """Import vLLM, wait for the command, and run it; exit if there is none."""
     before = dict(os.environ)
     early = os.memfd_create("output before there is a log")
     _print_to(early)
@@ -46,22 +46,22 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     argv = command["argv"]
     environment = command["environment"]
-    if not is_imported:  # a second attempt in this process would fail in another way than the first
+    if not is_imported:  # a second attempt in this process would fail differently from the first
         os.execve(argv[0], argv, environment)  # noqa: S606
     for name in before.keys() - environment.keys():
         os.environ.pop(name, None)
-    os.environ.update(dict(environment.items() - before.items()))  # vLLM sets some when it is imported
+    os.environ.update(dict(environment.items() - before.items()))  # vLLM sets some variables when it is imported
     discovery.publish_variables(environment)
     sys.argv = argv[argv.index("-m") + 1 :]
-    sys.modules.pop(sys.argv[0], None)  # it runs as __main__, as if it had not been imported
+    sys.modules.pop(sys.argv[0], None)  # it runs as __main__, as if never imported
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def _import() -> bool:
-    """Import what the server and its engine use, and leave it out of garbage collection; False if that failed.
+    """Import what the server and its engine use, and exclude it from garbage collection; False if an import failed.
 
-    Nothing of it is garbage, but Python would search it again and again: a seventh of the time, or a quarter without
-    bytecode. The engine, a fork, does not search it either.
+    These objects are never garbage, but Python would scan them repeatedly: a seventh of the import time, or a quarter
+    without bytecode. The forked engine does not scan them either.
     """
     gc.disable()
     with suppress(Exception):

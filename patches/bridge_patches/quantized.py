@@ -1,13 +1,13 @@
-"""Serve linear layers and experts in FP8 that is made of the shared weights, which stay as they were loaded.
+"""Serve linear layers and experts in FP8, quantized from the shared weights, which stay as loaded.
 
-Symptom: with `--quantization fp8_per_block` or `fp8_per_channel` there is no weight that a trainer could update.
+Symptom: with `--quantization fp8_per_block` or `fp8_per_channel`, there is no weight that a trainer could update.
 Cause: vLLM quantizes each layer right after loading it, and drops the original weight.
-What is done: the layers load as without quantization. vLLM then quantizes each by its own code, and what it was
-quantized from is kept: that is what is exported. At each publication one kernel (`bridge/weights/fp8.py`) quantizes it
-again into the tensors that vLLM's kernels and CUDA graphs hold.
-Why this is safe: vLLM's layers are those of the stock server. A model of which one byte of FP8 differs between vLLM's
-code and the kernel is refused: kernels that want another layout, or scales of another kind.
-On a CPU vLLM's kernels for blocks repack FP8, and need AMX; there the layers multiply by what the FP8 stands for
+What is done: the layers load as without quantization. vLLM then quantizes each layer with its own code, and the
+original weight is kept and exported. At each publication, one kernel (`bridge/weights/fp8.py`) quantizes it again into
+the tensors that vLLM's kernels and CUDA graphs hold.
+Why this is safe: vLLM's layers are those of the stock server. A model is refused if a single byte of FP8 differs
+between vLLM's code and the kernel, as with kernels that need a different layout or different scales.
+On a CPU, vLLM's block kernels repack FP8 and need AMX; instead, the layers multiply by the dequantized weights
 (`PlainKernel`).
 Seen in vLLM 0.26 to 0.33, `vllm/model_executor/layers/quantization/online`.
 """
@@ -38,19 +38,19 @@ vllm.model_executor.layers.quantization.online.fp8
     wrap Fp8PtpcOnlineLinearMethod.create_weights(layer)
     wrap Fp8PtpcOnlineLinearMethod.process_weights_after_loading(layer)
 vllm.model_executor.layers.quantization.online.moe_base: wrap OnlineMoEMethodBase.create_weights(layer)
-# What these do once they have created weights on the meta device is undone.
+# Creating weights on the meta device, which these do, is undone.
 vllm.model_executor.model_loader.reload.layerwise
     call get_layerwise_info(layer)
     call _get_original_loader(tensor)
 vllm.model_executor.model_loader.reload.types: call LayerReloadingInfo.reset()
 vllm.model_executor.model_loader.reload.meta: call materialize_meta_tensor(meta_tensor)
-vllm.model_executor.kernels.linear: _POSSIBLE_FP8_BLOCK_KERNELS  # by platform, the best first
-vllm.utils.deep_gemm: call per_block_cast_to_fp8(x, block_size, use_ue8m0)  # what `bridge/weights/fp8.py` repeats
+vllm.model_executor.kernels.linear: _POSSIBLE_FP8_BLOCK_KERNELS  # by platform, best first
+vllm.utils.deep_gemm: call per_block_cast_to_fp8(x, block_size, use_ue8m0)  # which `bridge/weights/fp8.py` reimplements
 """
 WEIGHTS = ("weight", "w13_weight", "w2_weight")
-"""vLLM's names of the weights that it quantizes: of a linear layer, and of experts."""
+"""vLLM's names for the weights that it quantizes, in linear layers and experts."""
 SCALES: dict[Quantization, str] = {"fp8_per_block": "_scale_inv", "fp8_per_channel": "_scale"}
-"""vLLM's suffix of the scales of a weight."""
+"""vLLM's suffix for the name of a weight's scales."""
 NOT_QUANTIZED: tuple[Quantization, dict[str, Tensor]] = ("fp8_per_block", {})
 
 
@@ -60,17 +60,17 @@ class Quantized:
 
     how: Quantization
     source: Tensor
-    """Weights that a trainer updates."""
+    """The unquantized weight, which a trainer updates."""
     values: Tensor
-    """FP8 values, in rows as the source."""
+    """FP8 values, with the same rows as the source."""
     scales: Tensor
 
     def refresh(self) -> None:
-        """Quantize the source again, where the FP8 is."""
+        """Quantize the source again, into the same FP8 tensors."""
         fp8.quantize(self.source, self.values, self.scales, self.how)
 
     def is_current(self) -> bool:
-        """Return whether the FP8 is, to the bit, the quantization of the source."""
+        """Return whether the FP8 tensors are bit-identical to the quantized source."""
         for ours, served in zip(fp8.quantized(self.source, self.how), (self.values, self.scales), strict=True):
             if (ours.shape, ours.dtype) != (served.shape, served.dtype) or not served.is_contiguous():
                 return False
@@ -80,14 +80,14 @@ class Quantized:
 
 
 _layers: WeakKeyDictionary[nn.Module, tuple[Quantization, dict[str, Tensor]]] = WeakKeyDictionary()
-"""Quantization of each vLLM layer, and the source of its weights by name."""
+"""How each vLLM layer is quantized, and the sources of its weights by name."""
 
 
 class PlainKernel:
-    """vLLM's kernel of a linear layer in FP8, on a CPU: inputs stay as they are."""
+    """A vLLM kernel for FP8 linear layers on a CPU, which does not quantize the inputs."""
 
     def __init__(self, config: Any) -> None:  # noqa: ARG002  vLLM's signature
-        self._multiply = cpu_backend.linear()  # now: no graph can look for a CPU's instructions
+        self._multiply = cpu_backend.linear()  # chosen now, because a graph cannot check for CPU instructions
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:  # noqa: ARG003
@@ -98,7 +98,7 @@ class PlainKernel:
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leave the weights as they are."""
+        """Leave the weights unchanged."""
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = fp8.dequantized(layer.weight, layer.weight_scale_inv, "fp8_per_block", x.dtype)
@@ -127,7 +127,7 @@ def patch() -> None:
 
 
 def weights_of(model: nn.Module) -> dict[str, Quantized]:
-    """Return what is served in FP8 now, by the names of vLLM's parameters; empty: nothing is."""
+    """Return the weights that are currently served in FP8, by the names of vLLM's parameters."""
     return {
         f"{prefix}.{leaf}": _served(layer, leaf, how, source)
         for prefix, layer in model.named_modules()
@@ -137,16 +137,16 @@ def weights_of(model: nn.Module) -> dict[str, Quantized]:
 
 
 def _served(layer: nn.Module, leaf: str, how: Quantization, source: Tensor) -> Quantized:
-    """Return a weight as `layer` holds it at this moment: a kernel may have dropped its scales."""
+    """Return a weight as `layer` currently holds it; a kernel may have dropped its scales."""
     values, scales = (layer._parameters.get(name) for name in (leaf, f"{leaf}{SCALES[how]}"))
     if values is None or scales is None:
         return Quantized(how, source, source.new_empty(0), source.new_empty(0))
-    in_rows = values.data.t() if how == "fp8_per_channel" else values.data  # there vLLM has columns
+    in_rows = values.data.t() if how == "fp8_per_channel" else values.data  # vLLM stores these as columns
     return Quantized(how, source, in_rows, scales.data)
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a trainer updates, by the names of vLLM's parameters: the sources of those that are quantized."""
+    """Return the tensors that a trainer updates, by vLLM's parameter names; for quantized weights, the sources."""
     quantized = weights_of(model)
     scales = names_of_scales(quantized)
     return {
@@ -157,23 +157,23 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_of_scales(quantized: Mapping[str, Quantized]) -> set[str]:
-    """Return vLLM's names of the scales of these weights."""
+    """Return vLLM's names for the scales of these weights."""
     return {f"{name}{SCALES[weight.how]}" for name, weight in quantized.items()}
 
 
 def refuse_other_layouts(quantized: Mapping[str, Quantized]) -> None:
-    """Raise UnsupportedModelError if what vLLM made of a weight is not what the kernel makes of it."""
+    """Raise UnsupportedModelError if vLLM quantized a weight differently from Bridge's kernel."""
     others = [name for name, weight in quantized.items() if not weight.is_current()]
     if others:
         raise UnsupportedModelError(
-            f"vLLM serves {len(others)} of {len(quantized)} weights in another form than --quantization"
-            f" {quantized[others[0]].how}, the first: {others[0]}: it chose a kernel that repacks or rescales them",
-            hint="VLLM_USE_DEEP_GEMM=0 in front of the command, or leave out --quantization",
+            f"vLLM serves {len(others)} of {len(quantized)} weights in a different form than --quantization"
+            f" {quantized[others[0]].how}, the first: {others[0]}; it chose a kernel that repacks or rescales them",
+            hint="put VLLM_USE_DEEP_GEMM=0 in front of the command, or leave out --quantization",
         )
 
 
 def _create_at_once(original: Callable[..., None], method: Any, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Give `layer` memory for its weights now, so that they load like others, and stay."""
+    """Allocate the weights of `layer` now, so that they load like any others and are kept."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
@@ -191,7 +191,7 @@ def _keep_sources(
 ) -> None:
     if layer in _layers:
         return
-    # `.data`: vLLM may give the same parameter the quantized values
+    # `.data`: vLLM may assign the quantized values to the same parameter
     sources = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False) if leaf in WEIGHTS}
     original(method, layer, *args, **kwargs)
     _layers[layer] = how, sources

@@ -1,15 +1,16 @@
-"""Report which experts each token of a rollout was sent to, so that the trainer can use the same.
+"""Report which experts each token of a rollout was routed to, so that the trainer can use the same ones.
 
-vLLM's own report (`--enable-return-routed-experts`) needs its second model runner since 0.31, which no CPU has, and is
-made in another way before. What is the same in every version are a router's callback and the scheduler's messages:
+vLLM's own report (`--enable-return-routed-experts`) has required its second model runner since 0.31, which CPUs lack,
+and worked differently before. A router's callback and the scheduler's messages are the same in every version:
 
-Worker: every layer with experts writes its choice into one buffer, row by row of the step's tokens, also inside a CUDA
-graph. The step's output takes a copy of it along.
-Engine: the rows of a step are kept by the place of their tokens in the KV cache, like keys and values: whoever finds a
-prefix in the cache finds its experts there. A request keeps the first ones of each token: one that restarts computes
-its tokens again, maybe with newer weights, but its log-probabilities are those of the first time.
+Worker: every layer with experts writes its choices into one buffer, with a row per token of the step, even inside a
+CUDA graph. The step's output carries a copy of the buffer.
+Engine: the rows of a step are stored by the position of their tokens in the KV cache, like keys and values, so a
+request that finds a prefix in the cache also finds its experts. A request keeps the first experts reported for each
+token: if it restarts, its tokens are recomputed, possibly with newer weights, but its log-probabilities are those of
+the first time.
 
-Not covered: speculation, whose rejected tokens would have to be left out, and models without full attention.
+Not covered: speculative decoding, whose rejected tokens would have to be removed, and models without full attention.
 Seen in vLLM 0.26 to 0.33: `vllm/model_executor/layers/fused_moe/router/base_router.py`, `vllm/v1/core/sched/output.py`.
 """
 
@@ -29,7 +30,7 @@ vllm.model_executor.layers.fused_moe.router.base_router
     BaseRouter: top_k, global_num_experts
     call BaseRouter.set_capture_fn(capture_fn)
 vllm.v1.worker.gpu_worker
-    wrap Worker.execute_model(scheduler_output)  # inherited by the CPU's worker
+    wrap Worker.execute_model(scheduler_output)  # the CPU's worker inherits it
     wrap Worker.sample_tokens(grammar_output)
 vllm.v1.outputs
     ModelRunnerOutput: req_ids
@@ -48,38 +49,38 @@ vllm.config.vllm: VllmConfig: speculative_config, kv_transfer_config, parallel_c
 vllm.config.parallel: ParallelConfig: pipeline_parallel_size
 """
 ROWS = "bridge_experts"
-"""Attribute of a step's output."""
+"""Attribute of a step's output with the experts of its tokens."""
 DIVIDING = "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"
-"""Numbers of ranks that hold some layers, or some tokens of the KV cache."""
+"""Settings that split the layers, or the tokens of the KV cache, among ranks."""
 ROUTED = "routed-"
-"""Part of the ids of rollouts whose experts are reported; a number follows, of the first tokens that are left out."""
+"""Part of the ids of rollouts whose experts are reported, followed by the number of leading tokens to leave out."""
 
 
 class Recorder:
-    """Records, in a worker, the choices of all layers for the tokens of one step."""
+    """Records, in a worker, the experts that all layers choose for the tokens of one step."""
 
     def __init__(self, routers: list[Any], num_tokens: int, device: torch.device) -> None:
-        """Have the routers, one per layer, report their choices of a step of `num_tokens` at most."""
+        """Make the routers, one per layer, report their choices for steps of up to `num_tokens` tokens."""
         self.shape = len(routers), int(routers[0].top_k)
         self.type = torch.uint8 if routers[0].global_num_experts <= 256 else torch.int16
         self._rows = torch.zeros((num_tokens, *self.shape), dtype=torch.int16, device=device)
-        """Experts by token and layer; CUDA graphs write here."""
+        """Experts by token and layer, written by CUDA graphs."""
         self._seen = set[int]()
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._capture, layer))
 
     @property
     def is_complete(self) -> bool:
-        """Whether every layer has reported a choice: a kernel that chooses by itself reports none."""
+        """Whether every layer has reported a choice; a kernel that chooses experts itself does not report any."""
         return len(self._seen) == self.shape[0]
 
     @property
     def may_report(self) -> bool:
-        """Whether every layer will; on a GPU vLLM computes an example before it serves."""
+        """Whether every layer reports, or may still do so; on a GPU, vLLM runs a dummy batch before it serves."""
         return self.is_complete or not self._rows.is_cuda
 
     def rows(self, num_tokens: int) -> Callable[[], Any]:
-        """Begin to copy the rows of the step that was computed; the returned function waits for them."""
+        """Start to copy the rows of the step that was just computed; the returned function waits for the copy."""
         own = self._rows[:num_tokens].to(self.type)
         host = own.to("cpu", non_blocking=True)
         copied = torch.Event() if own.is_cuda else None
@@ -103,7 +104,7 @@ _recorder: Recorder | None = None
 
 
 def patch() -> None:
-    """Let each step's output take the choices along."""
+    """Attach the experts to each step's output."""
     from vllm.v1.worker.gpu_worker import Worker
 
     num_tokens = 0
@@ -130,12 +131,12 @@ def patch() -> None:
 
 
 def watch(model: nn.Module, vllm_config: Any) -> None:
-    """Record the choices of a model that was just loaded, if it has experts.
+    """Record the experts that a newly loaded model chooses, if it has any.
 
-    Not with a KV connector, which brings tokens whose experts are unknown, nor where the cache or the layers are
-    divided among ranks.
+    This is not supported with a KV connector, which delivers tokens whose experts are unknown, or if the cache or the
+    layers are split among ranks.
     """
-    global _recorder  # noqa: PLW0603  a process has one model at most
+    global _recorder  # noqa: PLW0603  a process has at most one model
     routers: list[Any] = [getattr(module, "router", None) for module in model.modules()]
     own = list(dict.fromkeys(router for router in routers if hasattr(router, "set_capture_fn")))
     is_uniform = len({(router.top_k, router.global_num_experts) for router in own}) == 1
@@ -146,14 +147,14 @@ def watch(model: nn.Module, vllm_config: Any) -> None:
 
 
 def reported(kv_cache_config: Any) -> tuple[int, int] | None:
-    """Return in how many layers a token's experts are reported, and how many; None: they are not."""
+    """Return (layers, experts per layer) of a token's report; None if experts are not reported."""
     if _recorder is None or not _recorder.may_report or _attention_group(kv_cache_config) is None:
         return None
     return _recorder.shape
 
 
 def _attention_group(kv_cache_config: Any) -> int | None:
-    """Return the number of the KV cache's group that holds every token of a request."""
+    """Return the index of the KV cache group that holds every token of a request; None if there is none."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -161,22 +162,22 @@ def _attention_group(kv_cache_config: Any) -> int | None:
 
 
 def _with_rows(output: Any, rows: Callable[[], Any]) -> Any:
-    if output.req_ids:  # else it may be a constant of vLLM's
+    if output.req_ids:  # otherwise it may be one of vLLM's constants
         setattr(output, ROWS, rows())
     return output
 
 
 @dataclass
 class RequestExperts:
-    """Positions of a request's tokens in the KV cache, and the experts of the computed ones."""
+    """Where a request's tokens are in the KV cache, and the experts of those that have been computed."""
 
     blocks: list[int]
     num_prompt: int
-    """Tokens of its prompt."""
+    """Number of prompt tokens."""
     known: bytearray = field(default_factory=bytearray)
-    """The rows of its first tokens, if they are to be reported."""
+    """Rows of its first tokens; empty if experts are not reported for this request."""
     num_reported: int = 0
-    """Bytes of `known` already reported or not requested."""
+    """Number of bytes of `known` that are already reported or were not requested."""
 
 
 class ExpertsInCache:
@@ -186,12 +187,12 @@ class ExpertsInCache:
         self._group: int | None = None
         self._block_size = 0
         self._store: Any = None
-        """Experts by position in the KV cache; None before the first step of a model with experts."""
+        """Experts by position in the KV cache; None until the first step of a model with experts."""
         self._requests: dict[str, RequestExperts] = {}
         """Experts by request."""
 
     def take(self, scheduler: Any, scheduled: Any, output: Any) -> None:
-        """Keep the experts of a step, and forget requests that had ended when it was scheduled."""
+        """Store the experts of a step, and forget requests that had finished when it was scheduled."""
         rows = getattr(output, ROWS, None)
         if rows is None or (self._store is None and not self._allocate(scheduler.kv_cache_config, rows)):
             return
@@ -210,16 +211,17 @@ class ExpertsInCache:
                 continue
             known = self._requests[request_id].known
             start = starts[request_id]
-            if not known:  # a prefix from the cache, which another request may have computed in this step
+            if not known:  # a cached prefix, which another request may have computed in this same step
                 known += self._store[self._slots(request_id, 0, start)].tobytes()
-            num_before = len(known) // rows[0].nbytes - start  # computed again
+            num_before = len(known) // rows[0].nbytes - start  # recomputed tokens
             assert num_before >= 0, (request_id, start, len(known))
             known += rows[end - count + num_before : end].tobytes()
 
     def report(self, outputs: Iterable[Any], *, at_once: str) -> None:
-        """Give finished requests the experts of their tokens, maybe but for the last: [T, L, K].
+        """Add the experts [T, L, K] of their tokens to finished requests; those of the last token may be missing.
 
-        Those with `at_once` in their id report new ones in every output: vLLM may end them outside of the engine.
+        Requests with `at_once` in their id report new experts in every output, because vLLM may finish them outside
+        the engine.
         """
         for output in outputs:
             request_id = output.request_id
@@ -230,17 +232,17 @@ class ExpertsInCache:
                 request.num_reported = len(request.known)
 
     def _allocate(self, kv_cache_config: Any, rows: Any) -> bool:
-        """Allocate the store; return whether a group of the cache has a place for every token."""
+        """Allocate the store; return whether a cache group holds every token."""
         self._group = _attention_group(kv_cache_config)
         if self._group is None:
             return False
         self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         num_slots = kv_cache_config.num_blocks * self._block_size
-        self._store = np.empty((num_slots, *rows.shape[1:]), rows.dtype)  # memory once it is written
+        self._store = np.empty((num_slots, *rows.shape[1:]), rows.dtype)  # uses memory only once written
         return True
 
     def _follow(self, scheduled: Any) -> dict[str, int]:
-        """Note the blocks of a step's requests; return how many tokens of each were computed before."""
+        """Update the blocks of a step's requests; return how many tokens of each were computed before."""
         starts = dict[str, int]()
         for new in scheduled.scheduled_new_reqs:
             num_prompt = len(new.prompt_token_ids or ())
@@ -259,9 +261,9 @@ class ExpertsInCache:
         return starts
 
     def _begin(self, request_id: str, blocks: Any, num_prompt: int, num_sampled: int) -> None:
-        """Begin a request, or begin it again, maybe with newer weights.
+        """Start or restart a request, possibly with newer weights.
 
-        The tokens that sampled another one keep their experts; a step whose sampled token was discarded is not kept.
+        Tokens from which a next token was sampled keep their experts; those of a discarded sample are dropped.
         """
         before = self._requests.get(request_id)
         size = self._store[0].nbytes
@@ -274,7 +276,7 @@ class ExpertsInCache:
             request.num_reported = before.num_reported
 
     def _slots(self, request_id: str, start: int, count: int) -> list[int]:
-        """Return the places in the KV cache of `count` tokens from `start` on."""
+        """Return the KV cache positions of `count` tokens from `start` on."""
         blocks = self._requests[request_id].blocks
         size = self._block_size
         return [blocks[position // size] * size + position % size for position in range(start, start + count)]

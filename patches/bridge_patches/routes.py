@@ -1,7 +1,7 @@
 """The endpoint plugin: `/bridge/*` for the trainer.
 
-It also adds the routes for completions (`completions.py`, for Atropos `generate.py`) and the middleware in front of all
-routes (`admission.py`), and writes the manifest (`exporter.py`).
+It also adds the completion routes (`completions.py`, and `generate.py` for Atropos) and the middleware for all routes
+(`admission.py`), and writes the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from bridge_patches.server_fence import ServerFence
 
 PINS = """
 vllm.plugins
-    ENDPOINT_PLUGINS_GROUP = 'vllm.endpoint_plugins'  # our entry point's group
+    ENDPOINT_PLUGINS_GROUP = 'vllm.endpoint_plugins'  # the group of Bridge's entry point
     call load_endpoint_plugins(supported_tasks)  # in the API server
 vllm.plugins.endpoint_plugins.interface
     EndpointPlugin: name, required_tasks
@@ -60,7 +60,7 @@ class BridgeRoutes:
         app.add_middleware(Admission)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Export the weights, and write the manifest as soon as the server answers."""
+        """Export the weights, and write the manifest as soon as the server answers requests."""
         try:
             refuse_dev_mode()
             exported = await exporter.export(engine_client, args)
@@ -81,15 +81,15 @@ class BridgeRoutes:
 
 
 def capabilities(engine_client: Any, experts: tuple[int, int] | None = None) -> protocol.Capabilities:
-    """Return what the server can do; `experts` is what its first rank reports of them."""
+    """Return the server's capabilities; `experts` is what its first rank reports about them."""
     model_config = engine_client.model_config
     cache_config = engine_client.vllm_config.cache_config
     num_kv_tokens = (cache_config.num_gpu_blocks or 0) * cache_config.block_size
     transfer_backend = getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
     return protocol.Capabilities(
-        # Backends other than vLLM's own pool would free weights as well.
+        # Backends other than vLLM's own pool would also free the weights.
         can_sleep=bool(model_config.enable_sleep_mode) and model_config.sleep_mode_backend == "cumem",
-        # A connector finds blocks by their tokens.
+        # A connector looks up blocks by their tokens only.
         can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
         kv_tokens=num_kv_tokens or None,
         experts=experts,

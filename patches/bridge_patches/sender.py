@@ -1,9 +1,9 @@
-"""The trainer's end of vLLM's weight transfer: vLLM's own sender, in a process that serves nothing.
+"""The trainer's end of vLLM's weight transfer: vLLM's own sender, in a process that does not serve requests.
 
-Nothing is patched. Since 0.28 vLLM has a sender that makes every call of an update; before, it has the parts of one,
+Nothing is patched. Since 0.28, vLLM has a sender that makes every call of an update; earlier versions have its parts,
 which `_Parts` calls in the same order.
 
-Not covered: the servers (`bridge/server/receiver.py`), and who is paused meanwhile (`bridge/modes/transfer.py`).
+Not covered: the servers (`bridge/server/receiver.py`), pausing them (`bridge/modes/transfer.py`).
 """
 
 import os
@@ -32,9 +32,9 @@ vllm.distributed.weight_transfer.nccl_engine
 vllm.distributed.weight_transfer.nccl_common
     NCCLWeightTransferInitInfo: master_address, master_port, rank_offset, world_size
     call trainer_init(init_info)
-vllm.distributed.weight_transfer.base: call ModuleSource.__init__(module)  # calls module.named_parameters alone
-vllm.distributed.device_communicators.pynccl: call PyNcclCommunicator.destroy()  # ends a broadcast that hangs
-# The development routes of a stock server: the first module since 0.32, the second before.
+vllm.distributed.weight_transfer.base: call ModuleSource.__init__(module)  # calls only module.named_parameters
+vllm.distributed.device_communicators.pynccl: call PyNcclCommunicator.destroy()  # aborts a hanging broadcast
+# The development routes of a stock server: the first module since 0.32, the second before that.
 vllm.entrypoints.rl.online.api_router
     if update_weights: call async pause_generation(raw_request, mode)
     if update_weights: call async is_paused(raw_request)
@@ -58,18 +58,18 @@ vllm.entrypoints.serve.dev.server_info.api_router: call async show_server_info(r
 vllm.config.parallel: ParallelConfig: world_size, data_parallel_size
 """
 DEVICE = "cuda"
-"""Device that NCCL sends from."""
+"""Type of device that NCCL sends from."""
 
 
 version = compatibility.check_installed
 
 
 def open_sender(tensors: Mapping[str, torch.Tensor], client: Any, address: str, port: int, workers: int) -> Any:
-    """Meet all `workers` of the servers at `address`, and return what sends `tensors` to them, from the current device.
+    """Connect to all `workers` of the servers at `address`; return a sender of `tensors` from the current device.
 
-    `tensors` have the names of the model's files. vLLM calls `client`, its `VLLMWeightSyncClient`, to reach servers.
+    `tensors` are named as in the model's files. vLLM calls `client`, a `VLLMWeightSyncClient`, to reach the servers.
     The sender has `send_weights`, which returns once every worker has loaded every tensor, and `model_update_group`,
-    whose `destroy` ends a broadcast that hangs.
+    whose `destroy` aborts a hanging broadcast.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for data
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -86,14 +86,14 @@ def open_sender(tensors: Mapping[str, torch.Tensor], client: Any, address: str, 
 
 
 class _Parts:
-    """The sender of vLLM before 0.28."""
+    """The sender for vLLM before 0.28."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], client: Any, meeting: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer import nccl_common
 
         self._tensors = tensors
         self._client = client
-        with ThreadPoolExecutor(1) as pool:  # both ends wait for each other
+        with ThreadPoolExecutor(1) as pool:  # both ends wait for each other to join
             joined = pool.submit(client.init_weight_transfer_engine, {**meeting, "rank_offset": 1})
             self.model_update_group = nccl_common.trainer_init(meeting)
             joined.result()

@@ -1,10 +1,10 @@
-"""The server's side of an update: who may update it (the lease), and pause, write, publish (the fence).
+"""The server's side of an update: who may update it (the lease), and pausing, writing and publishing (the fence).
 
-A trainer takes the lease before it changes anything, and returns it when it ends; when all of its processes have ended,
-the lease is free. While it has the lease, only that trainer may pause to write; any process may pause to read.
+A trainer takes the lease before it changes anything, and returns it when it finishes; if all of its processes exit, the
+lease becomes free. While a trainer holds the lease, only it may pause to write; any process may pause to read.
 
 Cached keys and values are dropped as soon as the scheduler has stopped: if vLLM refuses, no weight has changed yet. No
-request needs the KV cache until the scheduler resumes, so the holder may have its memory.
+request needs the KV cache until the scheduler resumes, so the holder may use its memory.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ vllm.v1.engine.async_llm
     AsyncLLM: engine_core
     call async AsyncLLM.reset_prefix_cache(reset_running_requests, reset_connector)
     call async AsyncLLM.resume_generation()
-# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only orders outputs for a human eye.
+# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only makes the order of outputs look right to users.
 vllm.v1.engine.core_client
     call async AsyncMPClient.pause_scheduler_async(mode, clear_cache)
     call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
     call async AsyncMPClient.call_utility_async(method)
 """
 POLL_S = 0.1
-"""Seconds between checks that a process that waits for a pause, or reads inside one, is alive."""
+"""Seconds between checks that a process that waits for a pause, or reads during one, is alive."""
 
 
 class Phase(Enum):
@@ -38,16 +38,16 @@ class Phase(Enum):
 
     SERVING = "serving"
     READING = "reading"
-    """Paused, and nothing is half-written: the holder reads, or has published and the engine has not resumed yet."""
+    """Paused without half-written weights: the holder reads, or it has published but the engine has not resumed yet."""
     WRITING = "writing"
     REWRITING = "rewriting"
-    """Paused by a holder that took over what was torn: only a publication ends this."""
+    """Paused by a holder that took over torn weights: only a publication ends this phase."""
     TORN = "torn"
-    """A process of the holder died in one of the last two, whether it had begun to write or not."""
+    """One of the holder's processes died while writing or rewriting, whether it had already written or not."""
 
 
 Step = Literal["read", "write", "rewrite", "publish", "resume"]
-"""The first three are pauses: to read, to write, and to rewrite all of what may be torn."""
+"""The first three are pauses: to read, to write, and to rewrite everything that may be torn."""
 PAUSES: tuple[Step, ...] = ("read", "write", "rewrite")
 NEXT: dict[Phase, dict[Step, Phase]] = {
     Phase.SERVING: {"read": Phase.READING, "write": Phase.WRITING, "rewrite": Phase.WRITING},
@@ -56,46 +56,46 @@ NEXT: dict[Phase, dict[Step, Phase]] = {
     Phase.REWRITING: {"rewrite": Phase.REWRITING, "publish": Phase.READING},
     Phase.TORN: {"rewrite": Phase.REWRITING},
 }
-"""Transitions allowed to the holder and, once it has ended, to any process."""
+"""Transitions that the holder may make, and any process once the holder has exited."""
 STATES: dict[Phase, FenceState] = {Phase.SERVING: "serving", Phase.TORN: "torn"}
-"""The phases that are not "paused" to clients."""
+"""The phases that clients do not see as "paused"."""
 
 
 class ServerFence:
-    """Pauses and resumes one engine, counts versions, and knows its lease, who paused it, and what would repair it."""
+    """Pauses and resumes one engine, counts versions, and tracks the lease, the holder and the last checkpoint."""
 
     def __init__(self, engine: Any, exported: Manifest, capabilities: Capabilities | None = None) -> None:
         self.version = 0
         self.holder: Holder | None = None
         self.writes: Written = "weights"
-        """Kind of weights that the last writer wrote."""
+        """What the last writer wrote."""
         self.last_checkpoint: str | None = None
         self._lease: Lease | None = None
         self._takers = set[str]()
-        """Clients of the lease's holder that have taken it and not returned it."""
+        """Clients of the lease's holder that have taken the lease and not returned it."""
         self._client = ""
-        """Client of `holder` that paused last; empty once it has closed."""
+        """Client of `holder` that paused last; empty once that client has closed."""
         self._engine = engine
         self._exported = exported
         self._makes_fp8 = any(shard.quantized for shard in exported.shards)
         self._capabilities = capabilities or Capabilities()
         self._lock = asyncio.Lock()
         self._phase = Phase.SERVING
-        """The phase without regard to whether the holder is alive: a publication sent before its death counts."""
+        """The phase, ignoring whether the holder is alive, so that a publication sent before its death counts."""
         self._watcher: asyncio.Task[None] | None = None
         self._published: tuple[Holder, int] | None = None
-        """Process that published last, and the version before."""
+        """Holder that published last, and the version before that."""
         self._is_asleep = False
-        """Whether a rank's KV cache may have no memory: all ranks must wake up before the next token."""
+        """Whether any rank's KV cache may have no memory, so that all ranks must wake up before the next token."""
 
     @property
     def lease(self) -> Lease | None:
-        """The lease, unless its holder has ended."""
+        """The lease, or None if its holder has exited."""
         return self._lease if self._lease and not self._lease.holder.none_alive() else None
 
     @property
     def phase(self) -> Phase:
-        """The phase now: torn if a process of a writing holder has died."""
+        """The current phase: torn if one of a writing holder's processes has died."""
         is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not self.holder.all_alive()
         return Phase.TORN if is_torn else self._phase
 
@@ -117,7 +117,7 @@ class ServerFence:
         )
 
     def take_lease(self, holder: Holder, run: str, client: str = "") -> None:
-        """Let only `holder` write until each of its clients that took the lease has returned it, or it dies."""
+        """Let only `holder` write, until every client of it that took the lease has returned it, or the holder dies."""
         self.refuse_without_lease(holder)
         self._refuse_busy(holder)
         _refuse_unseen(holder)
@@ -127,7 +127,7 @@ class ServerFence:
         self._lease = Lease(holder=holder, run=run)
 
     def release_lease(self, holder: Holder, client: str = "") -> None:
-        """Return a client's lease; one that is inside the fence leaves it to the holder, and the lease with it."""
+        """Return a client's lease; a client inside the fence leaves both fence and lease to the holder."""
         if not self._lease or self._lease.holder != holder:
             return
         self._takers.discard(client)
@@ -144,9 +144,9 @@ class ServerFence:
     async def pause(self, request: PauseRequest, has_left: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
 
-        A sleeping KV cache frees its memory until the engine resumes, and keeps no keys and values. A holder that dies,
-        or `has_left` before the answer, does not get the fence. FenceBusyError if another living process holds it;
-        AttachError for whatever else refuses the pause.
+        With `sleep`, the KV cache frees its memory until the engine resumes, and loses its keys and values. A holder
+        that dies or disconnects (`has_left`) before the response does not get the fence. FenceBusyError if another
+        live process holds it; AttachError if the pause is refused for any other reason.
         """
         async with self._lock:
             self._after_pause(request)
@@ -164,7 +164,7 @@ class ServerFence:
                 if self.holder is None:
                     await self._resume(request.holder)
                 raise
-            self._published = None  # a late repetition of a publication must not end this pause
+            self._published = None  # a late retry of a publication must not end this pause
             has_weights = self.writes == "weights" and self._phase in {Phase.WRITING, Phase.REWRITING}
             self.enter(phase, request.holder)
             self._client = request.client
@@ -174,10 +174,10 @@ class ServerFence:
                 self.writes = request.writes
 
     async def publish(self, holder: Holder, version: int | None = None, *, after: int | None = None) -> None:
-        """Increment the version, or raise it to `version` if that is higher, and resume; a repetition does nothing.
+        """Increment the version, or set it to `version` if that is higher, and resume; a repeated call has no effect.
 
-        `after` is the version that was served before: a caller that missed the answer may retry. After an AttachError
-        `holder` still holds the fence.
+        `after` is the version that was served before, which lets a caller that missed the response retry. After an
+        AttachError, `holder` still holds the fence.
         """
         async with self._lock:
             if after is None or self._published != (holder, after):
@@ -188,23 +188,23 @@ class ServerFence:
                 await self._wake()
                 self._published = (holder, self.version)
                 self.version = max(self.version + 1, version or 0)
-                self.enter(self._after("publish", self._phase), holder)  # nothing is torn if the holder dies now
+                self.enter(self._after("publish", self._phase), holder)  # if the holder dies now, nothing is torn
             if self.holder == holder:
                 await self._resume()
 
     async def release(self, holder: Holder) -> None:
-        """Resume without a new version, because nothing was written; does nothing if the server is not paused."""
-        if self.holder is None:  # the pending pause of a caller that has disconnected is not granted
+        """Resume without a new version, because nothing was written; a no-op if the server is not paused."""
+        if self.holder is None:  # a pending pause of a disconnected caller will not be granted
             return
         async with self._lock:
             self._refuse_unless_held(holder)
             self._after("resume", self._phase)
-            if self._makes_fp8 and self._phase is Phase.WRITING and self.writes == "weights":  # some may be, after all
+            if self._makes_fp8 and self._phase is Phase.WRITING and self.writes == "weights":  # in case some were
                 await self._engine.collective_rpc("bridge_requantize")
             await self._resume()
 
     def refuse_unless_writing(self, holder: Holder) -> None:
-        """Raise AttachError unless `holder` holds the fence to write."""
+        """Raise AttachError unless `holder` holds the fence for writing."""
         self._refuse_unless_held(holder)
         self._after("publish", self._phase)
 
@@ -215,21 +215,21 @@ class ServerFence:
             self._watcher = asyncio.create_task(self._resume_after(holder))
 
     def _after(self, step: Step, phase: Phase) -> Phase:
-        """Return the phase that follows `phase` after `step`, or raise AttachError if it is not allowed now."""
+        """Return the phase that follows `phase` after `step`; AttachError if the step is not allowed now."""
         if step in NEXT[phase]:
             return NEXT[phase][step]
         assert self.holder is not None, (step, phase)
         if phase is Phase.READING:
-            message = f"process {self.holder.pid} paused the server to read, and may not write"
-            raise AttachError(message, hint="pause again, to write")
+            message = f"process {self.holder.pid} paused the server to read, so it may not write"
+            raise AttachError(message, hint="pause again with writes set to weights or adapter")
         self.status().refuse_torn()
         raise AttachError(
-            "the weights were half-written when this process took them over, and have not been rewritten",
+            "the weights were half-written when this process took over, and have not been rewritten since",
             hint=self.status().hint(),
         )
 
     def _after_pause(self, request: PauseRequest) -> Phase:
-        """Return the phase after a pause, or raise what `pause` raises."""
+        """Return the phase after a pause; raises the same errors as `pause`."""
         _refuse_unseen(request.holder)
         reads = request.writes == "nothing"
         if not reads:
@@ -253,14 +253,14 @@ class ServerFence:
         if not is_dropped:
             raise AttachError(
                 "vLLM refuses to drop its prefix cache, so stale keys and values would be served; nothing was written",
-                hint="retry when no other request runs, or restart the server",
+                hint="retry when no other request is running, or restart the server",
             )
         if request.sleep:
             self._is_asleep = True  # even if a rank fails
             await self._engine.collective_rpc("bridge_sleep")
 
     async def _resume(self, holder: Holder | None = None) -> None:
-        """Serve again; if that fails, `holder` may retry as a reader."""
+        """Resume serving; if that fails, `holder` may retry as a reader."""
         try:
             await self._wake()
             await self._engine.engine_core.call_utility_async(SERVE_VERSION, self.version)
@@ -280,7 +280,7 @@ class ServerFence:
             await asyncio.sleep(POLL_S)
 
     async def _wake(self) -> None:
-        """Let every rank allocate its KV cache again if it freed it; may be retried."""
+        """Let every rank that freed its KV cache allocate it again; may be retried."""
         reasons = await self._engine.collective_rpc("bridge_wake") if self._is_asleep else []
         if any(reasons):
             raise AttachError(
@@ -293,15 +293,15 @@ class ServerFence:
         if self.holder != holder:
             owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
             raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", hint="pause first")
-        if not holder.none_alive():  # one of its processes may have died while it wrote
+        if not holder.none_alive():  # one of its processes may have died while writing
             self.status().refuse_torn()
 
     def _refuse_other_client(self, request: PauseRequest) -> None:
-        """Refuse to let a process into the fence twice; a client may repeat its own pause."""
+        """Refuse a second client of the process inside the fence; a client may repeat its own pause."""
         if self.holder == request.holder and self._client not in ("", request.client):
             raise AttachError(
                 f"another policy of process {request.holder.pid} holds the fence, or failed inside it",
-                hint="let one policy update a server; after an error inside the fence, close that policy first",
+                hint="let only one policy update a server; after an error inside the fence, close that policy first",
             )
 
     def _refuse_other_version(self, expected: int | None) -> None:
@@ -319,7 +319,7 @@ class ServerFence:
 async def _unless_gone(
     work: Coroutine[Any, Any, None], holder: Holder, has_left: Callable[[], Awaitable[bool]] | None
 ) -> None:
-    """Run `work`, but cancel it as soon as `holder` has died or left, and raise AttachError."""
+    """Run `work`, but cancel it and raise AttachError as soon as `holder` has died or disconnected."""
     task = asyncio.ensure_future(work)
     try:
         while True:
@@ -335,9 +335,9 @@ async def _unless_gone(
 
 
 def _refuse_unseen(holder: Holder) -> None:
-    """Raise AttachError unless all of `holder` is running, and the server would notice its end."""
+    """Raise AttachError unless all processes of `holder` are running and the server would notice their exit."""
     if not (holder.is_visible() and holder.all_alive()):
         raise AttachError(
-            f"process {holder.pid} is not visible to the server, which could not notice its end",
+            f"process {holder.pid} is not visible to the server, which could not notice its exit",
             hint="run both in one PID namespace: docker run --pid=container:NAME",
         )

@@ -1,19 +1,19 @@
-"""Start vLLM's engine as a fork of what the API server has imported, and find its compiled graphs again.
+"""Start vLLM's engine as a fork of the API server and its imports, and reuse its compiled graphs.
 
-Symptom: a start imports the same packages three times: in the API server, in a process that inspects the model's class,
-and in the engine, which takes half a minute each where files are slow.
-Cause: `vllm serve` spawns them, in case something has initialized CUDA in the API server.
+Symptom: starting imports the same packages three times: in the API server, in a process that inspects the model's
+class, and in the engine. Each takes half a minute on slow file systems.
+Cause: `vllm serve` spawns these processes, in case CUDA is already initialized in the API server.
 Why a fork is safe: `get_mp_context` chooses `fork` (`vllm_flags.START_METHOD`) only while CUDA is not initialized, and
-asks again at each process. On the CPU vLLM spawns its engine whatever is chosen.
+checks again for each process. On the CPU, vLLM always spawns its engine.
 
-Symptom: a server in parts leaves its shared memory behind, hundreds of MiB of names in /dev/shm.
-Cause: Python's resource tracker removes the shared memory of processes that were killed. A forked engine starts
-another tracker, and vLLM kills it together with the engine.
+Symptom: a tensor-parallel server leaves shared memory behind, hundreds of MiB in /dev/shm.
+Cause: Python's resource tracker removes the shared memory of killed processes. A forked engine starts its own tracker,
+and vLLM kills it together with the engine.
 What is done: the API server starts a tracker before the fork, and the engine uses that one.
 
-Symptom: a server that is restarted from a checkpoint compiles again what it had compiled.
+Symptom: a server that is restarted from a checkpoint compiles its graphs again.
 Cause: the path of the model's folder is part of the key of compiled graphs.
-Why it may be left out: the model's configuration and its code, which make the graphs, stay parts of the key.
+Why it may be left out: the model's configuration and code, which determine the graphs, remain part of the key.
 
 Seen in vLLM 0.26 to 0.33.
 """
@@ -48,9 +48,9 @@ def patch() -> None:
 
     @wrap(registry, "_run_in_subprocess")
     def inspect(original: Callable[..., Any], fn: Callable[[], Any]) -> Any:
-        """Inspect the model's class here: a fork of this process has imported it then.
+        """Inspect the model's class in this process, so that forks of it have already imported the class.
 
-        A class that initializes CUDA makes vLLM spawn its engine.
+        If the class initializes CUDA, vLLM spawns its engine.
         """
         return fn() if system_utils.get_mp_context().get_start_method() == "fork" else original(fn)
 
@@ -65,20 +65,20 @@ def patch() -> None:
 
 
 def leave_parent() -> None:
-    """Give up what a spawned process would not have: the API server's port, and its pipe for signals.
+    """Close what a spawned process would not inherit: the API server's port and its signal wakeup pipe.
 
-    The port would stay taken until the last fork has ended, and the API server would take a signal to this process for
-    its own.
+    Otherwise the port would stay in use until the last fork exits, and the API server would react to signals sent to
+    this process.
     """
     signal.set_wakeup_fd(-1)
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in _servers():
-        os.dup2(null, descriptor, inheritable=False)  # a closed number could be another file's, and be closed again
+        os.dup2(null, descriptor, inheritable=False)  # a closed descriptor could be reused, and be closed again
     os.close(null)
 
 
 def _servers() -> Iterator[int]:
-    """Yield the descriptors of TCP sockets that are not connected."""
+    """Yield the descriptors of unconnected TCP sockets."""
     for descriptor in sorted(sockets()):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # a thread may have closed it
             if one.family in {socket.AF_INET, socket.AF_INET6} and one.type == socket.SOCK_STREAM:

@@ -1,7 +1,7 @@
-"""The worker extension: it exports and inspects one rank's weights, and puts the rank's KV cache to sleep.
+"""The worker extension, which exports and inspects one rank's weights, and puts the rank's KV cache to sleep.
 
-vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server calls the methods by
-`collective_rpc`. Answers are JSON text or plain values, which every executor can carry.
+vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server calls the methods through
+`collective_rpc`. They return JSON strings or plain values, which every executor can transport.
 """
 
 import json
@@ -27,7 +27,7 @@ vllm.config.parallel: ParallelConfig: worker_extension_cls, tensor_parallel_size
 vllm.v1.worker.worker_base
     wrap WorkerWrapperBase.init_worker(all_kwargs)  # mixes the extension into the worker
     WorkerBase: rank, vllm_config, model_runner
-# From the runner, V1, V2 and CPU, to the manager that knows which adapter has which slot.
+# From the runner (V1, V2 and CPU) to the manager that knows which adapter has which slot.
 vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin: lora_manager
 vllm.lora.worker_manager: WorkerLoRAManager: _adapter_manager
 vllm.lora.model_manager: LoRAModelManager: lora_index_to_id
@@ -35,19 +35,19 @@ vllm.device_allocator.cumem
     CuMemAllocator: get_instance, pointer_to_data
     call unmap_and_release(allocation_handle)
 vllm.device_allocator: AllocationData: handle, cpu_backup_tensor, is_asleep
-# Not AsyncLLM's: its sleep would pause again, and its wake_up resume too early.
+# Not AsyncLLM's, whose sleep would pause again, and whose wake_up would resume too early.
 vllm.v1.worker.gpu_worker
     call Worker.sleep(level)
     call Worker.wake_up(tags)
 """
 CHUNK = 2**24
-"""Elements checked for NaN and infinity at once."""
+"""Number of elements that are checked for NaN and infinity at a time."""
 SLEEP_LEVEL = 1
-"""vLLM's level of a sleep that loses only the KV cache."""
+"""vLLM's sleep level that discards only the KV cache."""
 
 
 class BridgeWorker:
-    """Methods that Bridge adds to vLLM's worker; what does not begin with `bridge_` is the worker's own."""
+    """Methods that Bridge adds to vLLM's worker; attributes without the prefix `bridge_` are the worker's own."""
 
     rank: int
     vllm_config: Any
@@ -63,11 +63,11 @@ class BridgeWorker:
             return json.dumps({"error": error.message, "hint": error.hint})
 
     def bridge_experts(self) -> tuple[int, int] | None:
-        """Return in how many layers this rank reports a token's experts, and how many; None: it does not."""
+        """Return (layers, experts per layer) that this rank reports for a token; None if it does not report experts."""
         return routed_experts.reported(self.model_runner.kv_cache_config)
 
     def bridge_synchronize(self) -> list[str]:
-        """Finish all work on this rank's device, and return the parameters that have moved since the load."""
+        """Wait for all work on this rank's device, and return the parameters that have moved since loading."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return list(self.model_runner.bridge_addresses.moved())
@@ -80,9 +80,9 @@ class BridgeWorker:
     def bridge_wake(self) -> str | None:
         """Allocate the KV cache again, empty; if that fails, free all of it and return the reason.
 
-        Symptom: a KV cache that could not wake up for lack of memory never wakes up, even once there is memory.
-        Cause: vLLM 0.26 to 0.33 maps what a failed attempt has mapped again at the next one, which CUDA refuses.
-        Why this is safe: what a failed attempt mapped is unmapped as a sleep would: it was empty.
+        Symptom: a KV cache that once failed to wake up for lack of memory never wakes up, even when memory is free.
+        Cause: at the next attempt, vLLM 0.26 to 0.33 maps again what the failed one mapped, which CUDA refuses.
+        Why this is safe: what a failed attempt mapped is empty, and is unmapped as a sleep would do.
         """
         from vllm.device_allocator.cumem import unmap_and_release
 
@@ -101,7 +101,7 @@ class BridgeWorker:
         return None
 
     def bridge_requantize(self) -> None:
-        """Make the FP8 that this rank serves from the weights as they are now."""
+        """Quantize the current weights again into the FP8 tensors that this rank serves."""
         for weight in quantized.weights_of(self._bridge_model()).values():
             weight.refresh()
         if torch.accelerator.is_available():
@@ -111,17 +111,17 @@ class BridgeWorker:
         return {name: digest(parameter) for name, parameter in self._bridge_parameters().items()}
 
     def bridge_quantized_digests(self) -> dict[str, str]:
-        """Return a digest of the FP8 that is served of each quantized weight, values and scales."""
+        """Return a digest of the served FP8 values and scales of each quantized weight."""
         weights = quantized.weights_of(self._bridge_model())
         return {name: fp8.digest(weight.values, weight.scales) for name, weight in weights.items()}
 
     def bridge_finiteness(self) -> tuple[int, list[str]]:
-        """Return the number of parameters and matrices of adapter slots, and which of them hold NaN or infinity."""
+        """Return the number of parameters and adapter slot matrices, and the names of those with NaN or infinity."""
         tensors = {**self._bridge_parameters(), **placement.slot_tensors(self._bridge_model())}
         return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
-        """Return this rank's among the elements, in their order."""
+        """Return the values of those elements that are on this rank, in order."""
         parameters = self._bridge_parameters()
         return [float(_element(parameters, element)) for element in elements if element["part"] == self.rank]
 
@@ -133,7 +133,7 @@ class BridgeWorker:
         self.bridge_synchronize()
 
     def bridge_adapter_slot(self, adapter_id: int) -> int | None:
-        """Return the slot of the adapter with vLLM's number `adapter_id`."""
+        """Return the slot of the adapter with vLLM's id `adapter_id`; None if it has no slot."""
         holders: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
         return holders.index(adapter_id) if adapter_id in holders else None
 
@@ -158,7 +158,7 @@ class BridgeWorker:
             gpu_uuid=cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None,
             model_class=type(model).__name__,
             ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in parameters.items()},
-            param_mappings={  # a parameter that no longer exists keeps its plain name, and is refused
+            param_mappings={  # a parameter that no longer exists keeps its name without LoRA, and is refused
                 name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
                 for name, view in record.views.items()
             },
@@ -189,7 +189,7 @@ def _refuse_foreign_types(parameters: Mapping[str, torch.Tensor], dtype: torch.d
 
 
 def _sleeping() -> list[Any]:
-    """Return vLLM's allocations without memory."""
+    """Return vLLM's allocations that are asleep, without memory."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     return [data for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep]

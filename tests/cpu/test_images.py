@@ -181,7 +181,7 @@ def refuses_other_tokens(server: LiveServer, data: Path, marker: str = MARKER) -
         document = {**body, "prompt": ids, "images": odd}
         answer = httpx.post(f"{server.manifest.url}{COMPLETIONS}", json=document, trust_env=False, timeout=60)
         assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
-        assert "these are no images of this model" in answer.text
+        assert "the image tensors do not fit this model" in answer.text
 
 
 def learns(server: LiveServer, folder: Path, *flags: str, steps: int) -> None:

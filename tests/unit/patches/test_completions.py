@@ -413,14 +413,14 @@ def test_a_prompt_that_the_engine_expanded_is_refused(http: TestClient, engine: 
     answer = http.post(COMPLETIONS, json=BODY)
     assert answer.status_code == 409
     assert (
-        "vLLM sampled from a prompt of 4 tokens, and 2 others were sent" in Refusal.model_validate(answer.json()).error
+        "a prompt of 4 tokens, but a different one of 2 tokens was sent" in Refusal.model_validate(answer.json()).error
     )
 
 
 def test_images_for_a_model_without_sight_are_refused(http: TestClient, engine: FakeEngine) -> None:
     answer = http.post(COMPLETIONS, json={**BODY, "images": {"pixels": ["float32", [1], "AAAAAA=="]}})
     assert answer.status_code == 400
-    assert "this server takes no images" in answer.text
+    assert "this server does not accept images" in answer.text
     assert engine.calls == []
 
 

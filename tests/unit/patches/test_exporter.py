@@ -25,5 +25,5 @@ def test_a_model_as_its_folder_describes_it_is_exported() -> None:
     ],
 )
 def test_a_model_of_the_server_alone_is_not_exported(name: str, value: object) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"--{name.replace('_', '-')} .* is for this server alone"):
+    with pytest.raises(UnsupportedModelError, match=f"--{name.replace('_', '-')} .* applies only to this server"):
         refuse_other_model(SimpleNamespace(**{**PLAIN, name: value}))

@@ -152,14 +152,14 @@ def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ('{"prompt": "a", "temprature": 1}', "/generate does not know temprature, only "),
+        ('{"prompt": "a", "temprature": 1}', "/generate does not support temprature, only "),
         ('{"prompt": "a", "stream": true}', "/generate does not stream; /v1/completions does"),
-        ("{}", "prompt must be one text"),
+        ("{}", "prompt must be one string"),
         ('{"prompt": []}', "with at least one token"),
-        ('{"prompt": ["a", "b"]}', "prompt must be one text"),
-        ('{"prompt": [[1], [2]]}', "prompt must be one text"),
-        ('{"prompt": {"prompt_token_ids": [1, true]}}', "prompt must be one text"),
-        ('{"prompt": {"prompt_token_ids": [1], "multi_modal_data": {}}}', "prompt must be one text"),
+        ('{"prompt": ["a", "b"]}', "prompt must be one string"),
+        ('{"prompt": [[1], [2]]}', "prompt must be one string"),
+        ('{"prompt": {"prompt_token_ids": [1, true]}}', "prompt must be one string"),
+        ('{"prompt": {"prompt_token_ids": [1], "multi_modal_data": {}}}', "prompt must be one string"),
     ],
 )
 def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: str) -> None:

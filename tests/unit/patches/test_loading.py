@@ -212,8 +212,8 @@ class Choosing(Model):
     ("kind", "words"),
     [
         (Doubling, "norm.weight: vLLM loads it into none of its parameters"),
-        (Asking, "Asking does more than copying when it loads: RuntimeError"),
-        (Writing, "attn.k_proj.bias: vLLM changes it while it loads it"),
+        (Asking, "Asking does more than copy weights when it loads: RuntimeError"),
+        (Writing, "attn.k_proj.bias: vLLM modifies it while loading it"),
         (Choosing, "attn.k_proj.bias: vLLM loads it into none of its parameters"),
     ],
 )

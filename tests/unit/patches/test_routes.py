@@ -241,7 +241,7 @@ def test_each_rank_answers_for_its_own_part(http: TestClient, app: FastAPI) -> N
     assert values.values == (1.25, 1.5)
     answer = http.post("/bridge/tensors/read", json={"elements": [{**ELEMENT, "part": 2}]})
     assert answer.status_code == 422
-    assert "2 ranks, and none of number 2" in answer.json()["detail"]
+    assert "2 ranks, and no rank 2" in answer.json()["detail"]
     app.state.bridge_engine = FakeEngine(1, {"w": "00fe"})
     assert http.get("/bridge/tensors/digest?part=1").json() == {"digests": {"w": "00fe"}}
     assert http.get("/bridge/tensors/digest?part=2").status_code == 404
@@ -249,7 +249,7 @@ def test_each_rank_answers_for_its_own_part(http: TestClient, app: FastAPI) -> N
 
 def test_a_rank_with_another_number_of_tensors_is_named(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_engine = FakeEngine(1, (3, []))
-    assert "rank 1 answers 3, expected 2" in http.get("/bridge/tensors/finite").json()["error"]
+    assert "rank 1 returned 3, expected 2" in http.get("/bridge/tensors/finite").json()["error"]
 
 
 def test_a_tensor_that_any_rank_finds_broken_is_named_once(http: TestClient, app: FastAPI) -> None:
@@ -273,7 +273,7 @@ def test_weights_are_received_by_the_holder_of_the_fence_alone(http: TestClient,
     ("element", "status", "words"),
     [
         ({"parameter": "model.w\x1b[2J", "index": 0}, 404, "is not a parameter of tiny"),
-        ({"parameter": "w", "index": 4}, 422, "w has 4 elements, so none has index 4"),
+        ({"parameter": "w", "index": 4}, 422, "w has 4 elements, and none at index 4"),
         ({"parameter": "w", "index": 10**30}, 422, "w has 4 elements"),
     ],
 )

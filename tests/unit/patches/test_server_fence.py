@@ -276,7 +276,7 @@ def test_torn_weights_and_adapters_need_their_own_kind() -> None:
         await fence.pause(asking(holder_of(child.pid), "keep", writes="adapter", last_checkpoint="/gone"))
         end(child)
         assert "the adapter may be half-written" in fence.status().torn()
-        assert fence.status().hint().startswith("bridge restore ADAPTER (/gone is gone")
+        assert fence.status().hint().startswith("bridge restore ADAPTER (/gone no longer exists")
         with pytest.raises(AttachError, match="the adapter may be half-written"):
             await fence.pause(asking(ME, "keep", takeover=True))
         await fence.pause(asking(ME, "keep", writes="adapter", takeover=True))

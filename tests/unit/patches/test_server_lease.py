@@ -378,9 +378,9 @@ def test_incomplete_ranks_get_neither_lease_nor_fence(
     fence: ServerFence, engine: FakeEngine, processes: Processes, ranks: Holder, leads: bool
 ) -> None:
     end(processes[0 if leads else 1])
-    with pytest.raises(AttachError, match="could not notice its end"):
+    with pytest.raises(AttachError, match="could not notice its exit"):
         fence.take_lease(ranks, "runs/first")
-    with pytest.raises(AttachError, match="could not notice its end"):
+    with pytest.raises(AttachError, match="could not notice its exit"):
         run(fence.pause(asking(ranks, "keep")))
     assert engine.calls == []
 
