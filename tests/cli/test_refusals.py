@@ -194,7 +194,7 @@ def test_a_manifest_that_cannot_be_attached_to_is_refused(
     path.write_text(text if isinstance(text, str) else json.dumps(document))
     arguments = train(exported) if command == "train" else ["verify", "--vllm-config-path", manifests.MANIFEST_NAME]
     error = bridge.refused(4, *arguments)
-    for words in ("1 of 2 ranks",) if (case, command) == ("of two ranks", "verify") else messages:
+    for words in ("lists 1 ranks, expected 2",) if (case, command) == ("of two ranks", "verify") else messages:
         assert words in error
 
 
