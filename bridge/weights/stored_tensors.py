@@ -142,7 +142,7 @@ def check_adapter(folder: Path, shard: Shard) -> None:
 
 
 def _of_experts(shard: Shard, projections: Container[str]) -> list[str]:
-    """Return the names of an adapter's matrices of these projections of all routed experts."""
+    """Return the saved names of the LoRA matrices of these projections, for all routed experts."""
     names: list[str] = []
     for name, slot in sorted(shard.lora_slots.items()):
         if STACKED in name and name.rpartition(".")[2] in projections:
