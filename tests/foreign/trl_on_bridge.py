@@ -1,8 +1,9 @@
-"""A plugin of pytest that makes every `GRPOTrainer` of a test module one on a live Bridge server.
+"""A plugin of pytest that makes every `GRPOTrainer` of a test module one on a live Bridge server of one model.
 
 A test that fails runs again on stock TRL. Its outcome is one of `OUTCOMES`; only `broken` fails.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -19,13 +20,16 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 import bridge
 
 SERVER = Path(os.environ["BRIDGE_FOREIGN_SERVER"])
-SERVED = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
+SERVED = os.environ["BRIDGE_FOREIGN_MODEL"]
+RESULT = Path(os.environ["BRIDGE_FOREIGN_RESULT"])
 OUTCOMES = ("passed", "refused by name", "fails on stock TRL, too", "needs another model", "skipped by TRL", "broken")
 GIVEN = ("callbacks", "optimizers", "processing_class")
 """Arguments of `GRPOTrainer` that belong to `for_trl`."""
 FAILURES = Exception, pytest.fail.Exception
 """The second is no `Exception`, and is raised by `pytest.raises` if nothing is."""
 counts: Counter[str] = Counter()
+of_another_model: dict[str, str] = {}
+"""Test -> the model that it trains instead of the served one."""
 first: list[torch.Tensor] = []
 """The initial weights, with which every test begins."""
 
@@ -35,7 +39,7 @@ policies: list[bridge.Policy] = []
 
 
 class AnotherModelError(Exception):
-    """The test trains a model that is not the served one."""
+    """The test trains a model that is not the served one; its name is the argument."""
 
 
 class OnBridge(GRPOTrainer):
@@ -47,7 +51,7 @@ class OnBridge(GRPOTrainer):
             peft_config, model = model.peft_config["default"], model.get_base_model()
         name = model.config.name_or_path if isinstance(model, PreTrainedModel) else model
         if name != SERVED:
-            raise AnotherModelError(f"{name!r}"[:100])
+            raise AnotherModelError(name)
         args = given.pop("args", None) or GRPOConfig("unnamed")
         own = {name: given.pop(name) for name in GIVEN if name in given}
         policy = policies[-1]
@@ -81,11 +85,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
         pytest.xfail(f"refused: {error.message}")
     except AnotherModelError as error:
         counts["needs another model"] += 1
+        of_another_model[pyfuncitem.nodeid] = str(error)
         pytest.xfail(f"another model: {error}")
     except FAILURES:
-        if _fails_on_stock(pyfuncitem):
+        if fault := _fault_of_stock(pyfuncitem):
             counts["fails on stock TRL, too"] += 1
-            pytest.xfail("fails on stock TRL, too")
+            pytest.xfail(f"fails on stock TRL, too: {fault}")
         counts["broken"] += 1
         raise
     counts["passed"] += 1
@@ -105,12 +110,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(f"TRL's tests on Bridge: {outcomes}; {counts['fences']} fences")
 
 
-def _fails_on_stock(item: pytest.Function) -> bool:
+def pytest_sessionfinish() -> None:
+    RESULT.write_text(json.dumps({"counts": counts, "of_another_model": of_another_model}))
+
+
+def _fault_of_stock(item: pytest.Function) -> str:
+    """Return in one line why the test fails on stock TRL; empty if it passes."""
     item.module.GRPOTrainer = GRPOTrainer
     try:
         item.obj(**{name: item.funcargs[name] for name in item._fixtureinfo.argnames})
-    except FAILURES:  # whatever it is, the same is not Bridge's
-        return True
+    except FAILURES as error:  # whatever it is, the same is not Bridge's
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     finally:
         item.module.GRPOTrainer = OnBridge
-    return False
+    return ""
