@@ -208,7 +208,7 @@ def obstacles(config: Config) -> list[Obstacle]:
         reason = "in float16: gradients would overflow in the trainer's own copy"
         problems.append(Obstacle(reason, f"--mode {SHARED} --dtype bfloat16, or convert it to bfloat16", (NONE,)))
     if config.get("is_encoder_decoder"):
-        problems.append(Obstacle("an encoder and a decoder: not a causal language model"))
+        problems.append(Obstacle("an encoder-decoder model, not a causal language model"))
     if is_inside:
         reason = f"a {config.get('model_type', 'model')}, whose language model is one of several parts"
         problems.append(Obstacle(reason, f"--mode {SHARED}, which leaves the other parts unchanged", (LORA, NONE)))

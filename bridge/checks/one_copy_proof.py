@@ -301,7 +301,7 @@ def diffs_of_parts(
         ended = run_child(MODULE, *map(str, (path, part, port)), timeout_s=timeout_s, stdin=sampled, began=began)
         if trouble := ended.trouble():
             raise AttachError(
-                f"the process of part {part} did not compute: {trouble}",
+                f"the process for part {part} failed: {trouble}",
                 hint=f"bridge doctor; for the whole error: python -m {MODULE} MANIFEST PART PORT",
             )
         return ended.stdout

@@ -44,7 +44,7 @@ def _texts(given: Any) -> tuple[str, ...]:
     parsed = _from_json(given)
     texts = tuple(parsed) if isinstance(parsed, list | tuple) else (given,)
     if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("must be text, or a JSON list of texts, none of them empty")
+        raise ValueError("must be text that is not empty, or a JSON list of such texts")
     return texts
 
 

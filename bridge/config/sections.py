@@ -303,7 +303,7 @@ class EvaluationConfig(Section, panel=EVALUATION, prefix="eval_"):
     @classmethod
     def _is_sampled_at(cls, temperature: float | None) -> float | None:
         if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"must be 0, or at least {LEAST_TEMPERATURE}, to which vLLM raises it")
+            raise ValueError(f"must be 0, or at least {LEAST_TEMPERATURE}: vLLM raises lower temperatures to that")
         return temperature
 
 

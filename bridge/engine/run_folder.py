@@ -168,7 +168,7 @@ class RunFolder:
             )
         newest, passed_over = checkpoint.newest(_save_path(self._given), prefix)
         for line in passed_over:
-            logger.info(f"passed over: {line}")
+            logger.info(f"skipped: {line}")
         if newest is None and not RunDirectory(self._given).metrics.exists():
             return None
         step = NOTHING if newest is None else newest.progress.step

@@ -153,5 +153,5 @@ def check_host(model_name: str, optimizer: OptimizerConfig, mode: str, lora: Lor
     if needed > left:
         raise UsageError(
             f"--offload-optimizer takes {needed / GIB:.1f} GiB of host memory, but only {left / GIB:.1f} GiB are left",
-            hint="leave it out with --optimizer adamw-8bit or adamw-4bit, whose GPU state is small; see bridge plan",
+            hint="leave it out, and use --optimizer adamw-8bit or adamw-4bit: their state is small; see bridge plan",
         )

@@ -164,7 +164,9 @@ class StartCommand(ServerCommand):
         beside_this_python = str(Path(sys.executable).parent)
         program = shutil.which(parts[0], path=f"{environment.get('PATH', os.defpath)}{os.pathsep}{beside_this_python}")
         if program is None:
-            raise UsageError(f"--start-command: no program {parts[0]}", hint="give its full path, or fix PATH")
+            raise UsageError(
+                f"--start-command: cannot find the program {parts[0]}", hint="give its full path, or fix PATH"
+            )
         start_checks.check_port(host, port, flag="--vllm-port")
         argv = (str(Path(program).absolute()), *parts[1:])
         return cls(argv=argv, environment=environment, model=model, host=host, port=port)

@@ -112,7 +112,7 @@ def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares
     if config.quantization is None:
         return
     if "--quantization" in vllm_flags.names(flags):
-        raise UsageError(f"{given}, but after -- another --quantization, which vLLM would use", hint="give one")
+        raise UsageError(f"{given}, but after -- another --quantization, which vLLM would use", hint="give only one")
     device, _ = accelerator.choose(config.device)
     capability = accelerator.capability() if device == "cuda" else None
     if capability is not None and capability < FP8_CAPABILITY:
@@ -142,7 +142,7 @@ def _refuse_other_fp8(config: ServeConfig, flags: Sequence[str], given: str, dev
         hint = "leave it out" if device == "cpu" else "--quantization fp8_per_block"
         raise UsageError(f"{given}: experts are served only with a scale for each block", hint=hint)
     if has_experts and device == "cpu":
-        raise UsageError(f"{given}: on a CPU vLLM repacks experts", hint="leave it out")
+        raise UsageError(f"{given}: vLLM repacks experts on a CPU", hint="leave it out")
     if TRANSFER_FLAG[0] in vllm_flags.names(flags):
         raise UsageError(
             f"{given}: vLLM's transfer would write the FP8, not the weights that it is made from",
@@ -174,7 +174,7 @@ def check_experts(config: ServeConfig) -> None:
         raise UsageError("adapters of routed experts: the server does not accept adapters", hint="--max-lora-rank R")
     if not experts.stores_each(kind):
         raise UsageError(
-            f"adapters of routed experts: checkpoints of a {kind} model have no {experts.STORED}", hint=without
+            f"adapters of routed experts: checkpoints of a {kind} model do not store {experts.STORED}", hint=without
         )
     if device == "cpu":
         raise UsageError(

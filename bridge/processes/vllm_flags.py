@@ -173,7 +173,7 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
         "--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-hybrid-lb",
         "--data-parallel-external-lb", "--data-parallel-multi-port-external-lb",
     ): Refusal("one server must own every weight; data-parallel replicas have their own"),
-    ("--nnodes",): Refusal("memory is shared within one host", _at_most(1)),
+    ("--nnodes",): Refusal("memory is shared only within one host", _at_most(1)),
     ("--enable-expert-parallel", "--enable-eplb", "--enable-elastic-ep"): Refusal(
         "experts are moved and repacked while serving, so their addresses change"
     ),

@@ -91,7 +91,7 @@ def demo(
     --model was never updated.
     """
     if model is not None and model_only is not None:
-        raise UsageError("--model and --model-only exclude each other", hint="leave one of them out")
+        raise UsageError("--model and --model-only cannot be combined", hint="leave one of them out")
     if model_only is not None:
         _write_model(model_only)
         return

@@ -97,7 +97,7 @@ def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = 
     taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if taken:
         exist = "exists" if len(taken) == 1 else "exist"
-        raise UsageError(f"{' and '.join(taken)} {exist} already", hint="bridge init FOLDER, with a new folder")
+        raise UsageError(f"{' and '.join(taken)} already {exist}", hint="bridge init FOLDER, with a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

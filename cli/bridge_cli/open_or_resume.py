@@ -92,12 +92,12 @@ def _resumed(
             continue
         pid = folder_claim.holder(run.path.stat().st_ino)
         if pid is not None:
-            console.note(f"passed over: {run.path} is in use by process {pid}")
+            console.note(f"skipped: {run.path} is in use by process {pid}")
             continue
         folder = run.save_path or run.checkpoints
         if checkpoint := _newest_checkpoint(folder, prefix):
             return run.path, folder, checkpoint
-        console.note(f"passed over: {run.path} has no complete checkpoint")
+        console.note(f"skipped: {run.path} has no complete checkpoint")
     return None, None, None
 
 
@@ -106,7 +106,7 @@ def _newest_checkpoint(folder: Path, prefix: str) -> "SavedCheckpoint | None":
 
     newest, damaged = checkpoint.newest(folder, prefix)
     for why in damaged:
-        console.note(f"passed over: {why}")
+        console.note(f"skipped: {why}")
     return newest
 
 

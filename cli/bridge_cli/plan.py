@@ -155,14 +155,14 @@ def _open_modes(name: str, chosen: str | None, obstacles: Sequence[Obstacle]) ->
 
 def _show(plan: Plan, *, everything: bool) -> None:
     """Print the recommended setup, or the ones closest to fitting if none fits; with `everything`, print them all."""
-    counted = "counted in its files" if plan.exact else "estimated from its dimensions"
+    counted = "counted in the model's files" if plan.exact else "estimated from its dimensions"
     where = f" on each of {plan.num_gpus} GPUs" if plan.num_gpus > 1 else " of GPU memory"
     console.note(f"{plan.num_params / 1e9:.2f}B parameters, {counted}; {plan.gpu_gib:.1f} GiB{where}")
     console.note(f"KV cache: at least {plan.least_kv_tokens:,} tokens; all sizes in GiB")
     if plan.sight:
         console.note(f"{plan.sight}; its vision model stays frozen in vLLM's memory")
     for obstacle in plan.obstacles:
-        console.note(f"not with {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")
+        console.note(f"cannot use {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")
     best = next((row for row in plan.rows if not row.lacking_gib), None)
     if best is None:
         console.note("\nnothing fits: try a smaller --batch-size, --max-new-tokens or --max-model-len", style="bold")

@@ -46,7 +46,7 @@ def test_existing_file_prevents_writing_any_file(task: str, tmp_path: Path, caps
         folder.mkdir()
         (folder / name).write_text("mine")
         assert answer(["init", str(folder), "--task", task]) == 2
-        assert f"error: {folder / name} exists already" in capsys.readouterr().err
+        assert f"error: {folder / name} already exists" in capsys.readouterr().err
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
 
 
@@ -54,7 +54,7 @@ def test_all_existing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert answer(["init", str(tmp_path)]) == 0
     capsys.readouterr()
     assert answer(["init", str(tmp_path)]) == 2
-    error = f"error: {tmp_path / CHOICES} and {tmp_path / 'my_task.py'} exist already"
+    error = f"error: {tmp_path / CHOICES} and {tmp_path / 'my_task.py'} already exist"
     assert capsys.readouterr().err.splitlines()[0] == error
 
 

@@ -223,9 +223,9 @@ def test_a_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: 
     run.killed(WHILE_IT_SAMPLES)
     os.truncate(run.saved / LAST / "model.safetensors", 1000)
     lines = run.train("--resume", expect=0)
-    assert [line.partition(":")[0] for line in lines[:2]] == ["passed over", "resuming after step 2 from saved/step_2"]
+    assert [line.partition(":")[0] for line in lines[:2]] == ["skipped", "resuming after step 2 from saved/step_2"]
     assert f"saved/{LAST} is incomplete or damaged: model.safetensors was cut short" in lines[0]
-    assert not [line for line in lines[1:] if line.startswith("passed over")]
+    assert not [line for line in lines[1:] if line.startswith("skipped")]
     assert run.lost() == [3, 4, 5]
     assert run.problems() == problems
     run.check_whole()

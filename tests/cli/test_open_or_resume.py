@@ -125,7 +125,7 @@ def test_each_skipped_checkpoint_is_reported_in_one_line(workspace: Workspace) -
     for step in (3, 4):
         cut(workspace.save(step))
     opened = workspace.open(resume=True)
-    assert [line.partition(":")[0] for line in opened.lines[:2]] == ["passed over"] * 2
+    assert [line.partition(":")[0] for line in opened.lines[:2]] == ["skipped"] * 2
     for line, name in zip(opened.lines, ("step_4", "step_3"), strict=False):
         assert f"{workspace.saved}/{name} is incomplete or damaged: model.safetensors was cut short" in line
     assert opened.lines[2:] == [f"resuming after step 2 from {older}"]
@@ -350,11 +350,9 @@ def test_newer_run_without_a_checkpoint_is_skipped(runs: Runs) -> None:
     with held(live.path) as (first, _):
         opened = runs.resumed()
     assert opened.run.path.samefile(older.path)
-    assert opened.lines[0] == f"passed over: runs/live is in use by process {first.pid}"
+    assert opened.lines[0] == f"skipped: runs/live is in use by process {first.pid}"
     assert "damaged/checkpoints/step_4 is incomplete or damaged" in opened.lines[1]
-    assert opened.lines[2:4] == [
-        f"passed over: runs/{name} has no complete checkpoint" for name in ("damaged", "begun")
-    ]
+    assert opened.lines[2:4] == [f"skipped: runs/{name} has no complete checkpoint" for name in ("damaged", "begun")]
 
 
 def test_a_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:

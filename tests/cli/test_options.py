@@ -227,8 +227,8 @@ def test_texts_and_objects_are_given_as_json(given: tuple[str, ...], field: str,
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--stop", ""), "--stop: must be text, or a JSON list of texts, none of them empty, found ''"),
-        (("--stop", '["a", 1]'), "--stop: must be text, or a JSON list of texts, none of them empty, found"),
+        (("--stop", ""), "--stop: must be text that is not empty, or a JSON list of such texts, found ''"),
+        (("--stop", '["a", 1]'), "--stop: must be text that is not empty, or a JSON list of such texts, found"),
         (("--chat-template-kwargs", "enable_thinking"), "--chat-template-kwargs: must be a JSON object, such as"),
         (("--chat-template-kwargs", '{"tokenize": true}'), "must not contain tokenize, which Bridge sets"),
     ],

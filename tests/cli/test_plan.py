@@ -234,7 +234,7 @@ def test_mode_that_doctor_refuses_is_left_out(plan: Planned, page: Callable[...,
     document = plan("7B", "139.8", config=INSIDE)
     assert {row["mode"] for row in document["rows"]} == {"shared_vllm"}
     assert [obstacle["modes"] for obstacle in document["obstacles"]] == [["lora_only", "none"]]
-    assert "not with --mode lora_only or --mode none: a mistral3" in page("7B", "139.8", config=INSIDE)
+    assert "cannot use --mode lora_only or --mode none: a mistral3" in page("7B", "139.8", config=INSIDE)
     assert "by --mode none: a mistral3" in page("7B", "139.8", "--mode", "none", config=INSIDE)
 
 

@@ -370,7 +370,7 @@ def test_a_taken_port_is_refused_before_slow_imports(tmp_path: Path) -> None:
 
 
 MODELS: tuple[tuple[int, str, str], ...] = (
-    (4, '{"is_encoder_decoder": true, "architectures": ["T5ForConditionalGeneration"]}', "an encoder and a decoder"),
+    (4, '{"is_encoder_decoder": true, "architectures": ["T5ForConditionalGeneration"]}', "an encoder-decoder model"),
     (4, '{"architectures": ["BertForMaskedLM"]}', "BertForMaskedLM: not a causal language model"),
     (4, '{"text_config": {"hidden_size": 8}, "architectures": ["AForTokenClassification"]}', "not a causal language"),
     (4, '{"kv_lora_rank": 8, "index_topk": 8}', "sparse latent attention"),

@@ -115,7 +115,7 @@ def test_only_the_tiny_model_has_to_learn(
 def test_users_own_model_gets_a_suitable_task(tmp_path: Path) -> None:
     serve, train = demo._choices(tmp_path, 5, "cpu", 1, "mine")
     assert (serve.model, train.model_name, train.task.environment) == ("mine", "mine", "word_problems")
-    with pytest.raises(UsageError, match="--model and --model-only exclude each other"):
+    with pytest.raises(UsageError, match="--model and --model-only cannot be combined"):
         demo.demo(model="mine", model_only=tmp_path)
 
 

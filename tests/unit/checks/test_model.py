@@ -46,7 +46,7 @@ def test_proved_family_can_be_trained_by_every_mode(family: str) -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
         ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
-        ({"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}, "an encoder and a decoder"),
+        ({"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}, "an encoder-decoder model"),
         ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM: not a causal"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal"),
         (

@@ -257,8 +257,8 @@ def test_experts_get_slots_only_on_request(monkeypatch: pytest.MonkeyPatch) -> N
         ("vllm", {}, ""),
         ("vllm-cpu", {}, "vLLM computes them only on a GPU, found cpu"),
         ("vllm", {"max_lora_rank": None}, "the server does not accept adapters"),
-        ("vllm", {"model_type": "mixtral"}, "checkpoints of a mixtral model have no experts"),
-        ("vllm", {"model_type": "llama"}, "checkpoints of a llama model have no experts"),
+        ("vllm", {"model_type": "mixtral"}, "checkpoints of a mixtral model do not store experts"),
+        ("vllm", {"model_type": "llama"}, "checkpoints of a llama model do not store experts"),
     ],
 )
 def test_expert_slots_that_vllm_lacks_are_refused(
@@ -733,7 +733,7 @@ FP8_CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list[
      ""),
     ("9.0", OURS, {}, {}, ["--weight-tr", "{}"], "vLLM's transfer would write the FP8"),
     ("cpu", OURS, {}, {}, [], ""),
-    ("cpu", OURS, {"num_experts": 8, "moe_intermediate_size": 256}, {}, [], "on a CPU vLLM repacks experts"),
+    ("cpu", OURS, {"num_experts": 8, "moe_intermediate_size": 256}, {}, [], "vLLM repacks experts on a CPU"),
     ("cpu", OURS, {}, {}, [*TRANSFER_FLAG], "transfer would write the FP8"),
     *(("cpu", OURS, {}, {}, flags.split(), "after -- another --quantization")
       for flags in ("--quantization none", "-q none", "-qnone", "--quantization=None")),

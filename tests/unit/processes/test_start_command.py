@@ -67,7 +67,7 @@ def test_a_program_beside_this_python_is_found() -> None:
         ("", "has no {model} in it"),
         ("A={model}", "has no {model} in it"),
         ("sh '{model}", "No closing quotation"),
-        ("no-such-program {model}", "no program no-such-program"),
+        ("no-such-program {model}", "cannot find the program no-such-program"),
         ("sh {model} --port 8123", "listens on port 8123, but the trainer would use port"),
         ("sh {model} --port=8123", "listens on port 8123, but the trainer would use port"),
     ],
