@@ -1,4 +1,4 @@
-"""A picture of learning curves, as SVG: accuracy against steps and minutes, with a line for each side."""
+"""Learning curves as an SVG: accuracy against steps and against minutes, with one line per side."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ def picture(runs_of_sides: Mapping[str, Sequence[Points]]) -> str:
 
 
 def medians(runs: Sequence[Points], axis: str) -> Iterator[dict[str, float]]:
-    """Yield the accuracy of all runs at each evaluation: median, least and most, at the median of `axis`."""
+    """Yield the median, minimum and maximum accuracy of all runs at each evaluation, at the median of `axis`."""
     for points in zip(*runs, strict=False):
         values = [point["accuracy"] for point in points]
         middle = {axis: statistics.median(point[axis] for point in points), "median": statistics.median(values)}

@@ -1,4 +1,4 @@
-"""The task of `node.py`, which also records a digest of the weights of each rank after each update.
+"""The task of `node.py`, which also records a digest of each rank's weights after each update.
 
 `bridge run --environment benchmarks/_digests.py:Recorded` imports this file in every rank.
 """
@@ -17,17 +17,17 @@ from bridge.run.saving import Checkpoints
 from bridge.types import Group
 
 FOLDER = "DIGESTS_FOLDER"
-"""Variable that names the folder of the records: a file for each rank."""
+"""Environment variable with the folder of the records, one file per rank."""
 PERIOD = 65_521
-"""Factors of the sum repeat after so many elements."""
+"""The digest's factors repeat after this many elements."""
 
 
 class Recorded(Hashed):
-    """The task of `_work.py`."""
+    """The task of `_work.py`; importing this module makes every rank record its digests."""
 
 
 def digest(weights: Iterable[Tensor]) -> int:
-    """Return a sum of all bits of bf16 tensors that depends on where they stand."""
+    """Return a position-dependent checksum over all bits of bf16 tensors."""
     total = 0
     for weight in weights:
         bits = weight.detach().reshape(-1).view(torch.int16).to(torch.int64)
@@ -37,7 +37,7 @@ def digest(weights: Iterable[Tensor]) -> int:
 
 
 def _record(folder: Path) -> None:
-    """Append step and digest to this rank's file when a step is written."""
+    """Make this rank append the step and the digest to its file whenever a step is written."""
     write = Checkpoints.writing
 
     @contextmanager

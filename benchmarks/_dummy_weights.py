@@ -1,13 +1,13 @@
-"""vLLM's dummy weights (`--load-format dummy`), spread in vLLM's own processes, so that experts are chosen by score.
+"""Larger random values for vLLM's dummy weights (`--load-format dummy`), so that router scores choose the experts.
 
-vLLM fills all weights, norms included, with numbers up to 0.001. The scores of a token's experts then differ by some
-1e-5, so that rounding chooses among them, and log-probabilities hardly depend on the choice. Here each matrix is
-normally distributed, with a deviation of 0.5 / sqrt(inputs), of experts 1 / sqrt(inputs), or 1 in the embedding, and
-each norm about 1 (`_models.spread`). Of 24 layers with 128 experts each, the busiest expert had at most twice as many
-tokens as the mean, and none had none. Parameters that every tensor-parallel rank holds whole are equal on all ranks;
-the others differ.
+vLLM fills all weights, norms included, with numbers up to 0.001. The scores of a token's experts then differ by only
+about 1e-5, so that rounding chooses among them, and log-probabilities barely depend on the choice. Here each matrix is
+normally distributed, with a standard deviation of 0.5 / sqrt(inputs), of 1 / sqrt(inputs) for experts, or of 1 for the
+embedding, and each norm is about 1 (`_models.spread`). In 24 layers with 128 experts each, the busiest expert had at
+most twice as many tokens as the mean, and every expert had some. Parameters that every tensor-parallel rank holds in
+full are equal on all ranks; the others differ.
 
-A plugin of vLLM does it, which `installed` writes into a folder: it fits the stock vLLM and a patched one.
+A vLLM plugin does this in vLLM's processes. `installed` writes it into a folder; stock and patched vLLM both load it.
 
 Source: `DummyModelLoader` in `vllm/model_executor/model_loader/dummy_loader.py`, vLLM 0.26 to 0.33.
 """
@@ -21,11 +21,11 @@ from typing import Any
 
 NAME = "bridge_dummy_weights"
 DONE = "dummy weights are spread"
-"""What a server's process prints when it did."""
+"""The line that each server process prints once its weights are filled."""
 
 
 def installed(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Write the plugin into `folder`; return the environment in which a vLLM loads it."""
+    """Write the plugin into `folder`, and return an environment in which vLLM loads it."""
     package = folder / f"{NAME}-1.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
@@ -37,7 +37,7 @@ def installed(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def patch() -> None:
-    """Have vLLM's loader of dummy weights spread them; vLLM may call it several times."""
+    """Patch vLLM's dummy loader; vLLM may call this plugin several times."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: PLC0415  only vLLM has it
 
     load = DummyModelLoader.load_weights

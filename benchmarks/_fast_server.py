@@ -1,7 +1,7 @@
-"""A fake server that answers at once like vLLM's own route, with ids and log-probs: only the client costs time.
+"""A fake server that responds immediately, like vLLM's route with ids and log-probs; only the client costs time.
 
-`python -m benchmarks._fast_server 8 256` prints its port and returns 8 completions of 256 tokens per request until its
-stdin closes. The responses are made before the first request; the same few repeat.
+`python -m benchmarks._fast_server 8 256` prints its port, and returns 8 completions of 256 tokens per request until its
+stdin closes. A few responses are generated before the first request, and repeated.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ MODELS = {"object": "list", "data": [{"id": "fake", "object": "model", "owned_by
 
 
 def choice(index: int, num_tokens: int, chance: random.Random) -> dict[str, Any]:
-    """Return one completion with every field that vLLM 0.33 returns."""
+    """Return one completion with all fields that vLLM 0.33 returns."""
     ids = chance.choices(range(VOCABULARY), k=num_tokens)
     tokens, logprobs = [f" t{token_id}" for token_id in ids], [-8 * chance.random() for _ in ids]
     return {
@@ -45,7 +45,7 @@ def _http(document: Any, headers: str = "") -> bytes:
 
 
 class Answering(asyncio.Protocol):
-    """One connection; each request is answered when it is complete."""
+    """One connection, which responds to each request once it is complete."""
 
     def __init__(self, answers: list[bytes]) -> None:
         self._answers, self._models, self._received, self._number = answers, _http(MODELS), b"", 0

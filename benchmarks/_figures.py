@@ -1,4 +1,4 @@
-"""Averages over steps, the table, and whether the target is reached."""
+"""Averages over steps, the results table, and whether the target is reached."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from benchmarks._sides import MEASURED, Side
 from benchmarks._stamped import Run
 
 PARTS = ("generation_s", "training_s", "optimizer_s", "sync_s")
-"""Parts that do not overlap; the rest of a step is `other_s`."""
+"""Non-overlapping parts of a step; the remainder is `other_s`."""
 SPEED_AIM = 1.4
 """Minimum of Bridge's tokens per second over TRL's."""
 COLUMNS = {
@@ -21,13 +21,13 @@ COLUMNS = {
     "trained_per_gpu": "trained/s/GPU", "mfu": "MFU", "mismatch_kl": "k3 KL", "rerouted": "rerouted",
 }  # fmt: skip
 DIGITS = {"mfu": 3, "mismatch_kl": 6, "rerouted": 4}
-"""Digits of numbers that are small."""
+"""Number of decimals for small numbers."""
 
 Row = dict[str, Any]
 
 
 def steps_of(side: Side, run: Run, warm_up: int) -> list[dict[str, float]]:
-    """Return the steps after `warm_up`; each lasts from the line before it to its own."""
+    """Return the steps after `warm_up`; a step lasts from the previous line to its own line."""
     first = max(1, warm_up)
     times = [later - earlier for earlier, later in zip(run.stamps[first - 1 :], run.stamps[first:], strict=False)]
     steps = [{"step_s": time, **side.parts(line)} for time, line in zip(times, run.lines[first:], strict=True)]
@@ -37,8 +37,8 @@ def steps_of(side: Side, run: Run, warm_up: int) -> list[dict[str, float]]:
 def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) -> Row:
     """Return the figures of one side over all its runs; unknown ones are left out.
 
-    Medians over steps, or means where the work of steps may `differ`. `first_end_s` and `warm_end_s` are seconds from
-    the command to the end of its first and of its last warm-up step: start, compilation and these steps.
+    They are medians over steps, or means if the work of steps may `differ`. `first_end_s` and `warm_end_s` are the
+    seconds from the command to the end of the first and of the last warm-up step: startup, compilation and these steps.
     """
     average = statistics.fmean if differ else statistics.median
     steps_of_runs = [steps_of(side, run, warm_up) for run in runs]
@@ -55,7 +55,7 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
         "kv_cache_gib": max((run.kv_cache_gib for run in runs if run.kv_cache_gib is not None), default=None),
     }
     has_both = known["peak_device_gib"] is not None and known["kv_cache_gib"] is not None
-    if has_both and not side.kv_sleeps:  # else the peak may be of a time without it
+    if has_both and not side.kv_sleeps:  # otherwise the peak may be from a time without the cache
         known["peak_without_kv_gib"] = known["peak_device_gib"] - known["kv_cache_gib"]
     if known["tokens"] is not None:
         known["tokens_per_s"] = known["tokens"] / average([step["step_s"] for step in steps])
@@ -80,14 +80,14 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def compare(rows: Sequence[Row], *, weights_gib: float) -> list[Row]:
-    """Return the rows with Bridge's gain over the fastest TRL row on as many GPUs, if there is one."""
+    """Return the rows with Bridge's gain over the fastest TRL row on the same number of GPUs, if there is one."""
     rivals = [row for row in rows if row["side"] == "trl" and "tokens_per_s" in row]
     best = {row["gpus"]: row for row in sorted(rivals, key=lambda row: row["tokens_per_s"])}
     return [_against(row, best[row["gpus"]], weights_gib) if row["gpus"] in best else row for row in rows]
 
 
 def scale(rows: Mapping[Side, Row]) -> list[Row]:
-    """Return the rows; those on several GPUs with their tokens per second over those of the same on one."""
+    """Return the rows; those on several GPUs get their tokens per second relative to the same variant on one GPU."""
 
     def scaled(side: Side, row: Row) -> Row:
         one = rows.get(side.on_one, {}) if side.on_one != side else {}
@@ -111,7 +111,7 @@ def _against(row: Row, rival: Row, weights_gib: float) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Format the rows; failures are explained below."""
+    """Format the rows as a table, with failures listed below it."""
     shown = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     cells = [["", *(COLUMNS[name] for name in shown)]]
     cells += [[_name(row), *(_cell(name, row.get(name)) for name in shown)] for row in rows]

@@ -1,11 +1,11 @@
-"""FlashAttention for TRL where neither the flash-attn package nor a hub of kernels is installed: torch's own kernel.
+"""FlashAttention for TRL by torch's own kernel, without the flash-attn package or a kernel from a hub.
 
-`register` adds it to transformers under `NAME`, for `attn_implementation`. transformers then does what it does for
+`register` adds it to transformers under `NAME`, for `attn_implementation`. transformers then does the same as for
 FlashAttention 2: it removes the padding, calls these functions, which have the names and arguments of flash-attn, and
 restores the padding. Only the kernel's source differs. AsyncGRPO calls `flash_attn_varlen_func` itself. Without a GPU,
-for a try, the same is computed span by span.
+for trials, the same is computed span by span.
 
-vLLM's copy of FlashAttention 3 cannot be used: it is built without a backward pass.
+vLLM's copy of FlashAttention 3 cannot be used because it is built without a backward pass.
 
 Source: transformers 5.17 and 5.19, `modeling_flash_attention_utils.py`; TRL 1.16.0, `async_grpo/packing.py`.
 """
@@ -28,7 +28,7 @@ NO_WINDOW = (-1, -1)
 
 
 class Calls:
-    """Counts calls of the kernel: each one, and of compiled layers those that the compiler traced."""
+    """Counts calls of the kernel; in compiled layers, only those that the compiler traced."""
 
     number = 0
 
@@ -59,9 +59,9 @@ def attend(
     sliding_window: int | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `flash_attention_forward` of transformers does, but without the number of the layer.
+    """Attend like transformers' `flash_attention_forward`, but without the layer index.
 
-    torch.compile compiles each layer anew for that number, which nothing uses, and after eight of them compiles none.
+    torch.compile would compile each layer separately for that unused index, and stop compiling after eight layers.
     """
     output = modeling_flash_attention_utils._flash_attention_forward(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)), attention_mask, query_length=query.shape[2],
@@ -71,7 +71,7 @@ def attend(
 
 
 def check_used() -> None:
-    """Raise SystemExit if the kernel has not been called: then something else computed the attention."""
+    """Raise SystemExit if the kernel was never called, because then something else computed attention."""
     if not Calls.number:
         raise SystemExit("error: a step was trained without a call of FlashAttention: check --attention")
 
@@ -84,7 +84,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
-    """Attend causally within each of several rows of one length.
+    """Attend causally within each row; all rows have the same length.
 
     Shapes: [rows, tokens, heads, size of a head] x 3.
     """
@@ -92,7 +92,7 @@ def flash_attn_func(
     if query.is_cuda and length == longest and window_size == NO_WINDOW:
         _count()
         assert causal, "only causal attention is measured"
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which fails where it would take another kernel
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # fails instead of falling back
             q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
             output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True)
         return output.transpose(1, 2)
@@ -118,7 +118,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
-    """Attend causally within spans; the queries of a span are the last of its keys.
+    """Attend causally within spans; a span's queries are its last tokens.
 
     Shapes: [tokens, heads, size of a head] x 3, [spans + 1] x 2.
     """
@@ -135,7 +135,7 @@ def flash_attn_varlen_func(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _count() -> bool:
-    """Count a call; the compiler calls this once, when it traces."""
+    """Count a call; in compiled code this runs once, while tracing."""
     Calls.number += 1
     return True
 

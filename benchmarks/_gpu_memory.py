@@ -1,4 +1,4 @@
-"""Memory of a GPU that is in use by all processes, read without creating a CUDA context.
+"""GPU memory in use by all processes, read without creating a CUDA context.
 
 Source: `nvml.h`, NVIDIA's management library (`nvmlDeviceGetMemoryInfo`), as used by nvidia-smi.
 """
@@ -33,7 +33,7 @@ def reader() -> Callable[[], int] | None:
 
 
 def settle(used_bytes: Callable[[], int], at_most: int, *, limit_s: float) -> int:
-    """Wait until at most `at_most` bytes are in use: the driver frees them some time after a process ends."""
+    """Wait until at most `at_most` bytes are in use, since the driver frees memory only after a process has ended."""
     deadline = time.monotonic() + limit_s
     while (used := used_bytes()) > at_most and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -41,7 +41,7 @@ def settle(used_bytes: Callable[[], int], at_most: int, *, limit_s: float) -> in
 
 
 def _find(library: ctypes.CDLL, device: ctypes.c_void_p) -> int:
-    """Look up CUDA's device 0 by index or UUID; return NVML's error."""
+    """Look up CUDA's device 0 by index or UUID, and return NVML's error code."""
     name = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0] or "0"
     if name.isdecimal():
         return int(library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device)))

@@ -1,8 +1,8 @@
-"""Completions of given lengths, the same for both sides of `grpo.py`: a cap for each completion of a prompt.
+"""Completions of given lengths, the same for both sides of `grpo.py`: each completion of a prompt has its own cap.
 
 vLLM applies a request's limit to all of its completions. Imported by a server as `--middleware
-benchmarks._lengths.Capped`, this module gives each completion its own limit instead, by the prompt and the number of
-the completion. A client that requests each completion by itself gets the same limits, in the order of its requests.
+benchmarks._lengths.Capped`, this module gives each completion its own limit instead, which depends on the prompt and
+the completion's index. A client that requests completions one by one gets the same limits, in order of its requests.
 
 Source: `ParentRequest` in `vllm/v1/engine/parallel_sampling.py`, vLLM 0.26 to 0.33.
 """
@@ -27,7 +27,7 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Lengths in tokens whose logarithms are normally distributed, up to a cap."""
+    """Lengths in tokens with a lognormal distribution, up to a cap."""
 
     median: float
     sigma: float
@@ -39,7 +39,7 @@ class Lognormal:
         """Read "lognormal:MEDIAN:SIGMA:CAP".
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: the text has a different form.
         """
         kind, *numbers = text.split(":")
         if kind != "lognormal" or len(numbers) != 3:
@@ -50,12 +50,12 @@ class Lognormal:
         return parsed
 
     def of(self, prompt: Sequence[int], number: int) -> int:
-        """Return the length of completion `number` of a prompt, always the same."""
+        """Return the length of completion `number` of a prompt; it is deterministic."""
         chance = random.Random(f"{list(prompt)}/{number}")  # noqa: S311  a length, not a secret
         return min(max(round(chance.lognormvariate(math.log(self.median), self.sigma)), 1), self.cap)
 
     def of_each(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Return the length of one completion per prompt; a prompt that is repeated has one completion each time."""
+        """Return one completion's length per prompt; repetitions of a prompt are its successive completions."""
         numbers: Counter[tuple[int, ...]] = Counter()
         lengths = []
         for prompt in map(tuple, prompts):
@@ -65,7 +65,7 @@ class Lognormal:
 
 
 def limit(lengths: Lognormal) -> None:
-    """Give each completion of this process's vLLM its own limit."""
+    """Patch this process's vLLM to give each completion its own limit."""
     from vllm.v1.engine.parallel_sampling import ParentRequest  # noqa: PLC0415  TRL's side has none of it
 
     begin, child = ParentRequest.__init__, ParentRequest._get_child_sampling_params
@@ -86,7 +86,7 @@ def limit(lengths: Lognormal) -> None:
 
 
 class Capped:
-    """Middleware that lowers `max_tokens` of requests for one completion of some tokens."""
+    """Middleware that lowers `max_tokens` in requests for a single completion."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -110,7 +110,7 @@ class Capped:
         await self._app({**scope, "headers": headers}, receive_capped, send)
 
     def _capped(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request.get("n", 1) > 1:  # each completion of it gets its own limit
+        if request.get("n", 1) > 1:  # `limit` handles these
             return request
         prompt = tuple(request["prompt"])
         number = self._numbers[prompt]

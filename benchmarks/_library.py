@@ -1,7 +1,7 @@
-"""Steps of a program that uses `import bridge`, on the task of `_work.py`: the other side of `two_trees --library`.
+"""A program that trains with `import bridge` on the task of `_work.py`: one side of `two_trees --library`.
 
-Takes the flags of `bridge run` that are about optimizing and computing, starts a server with `bridge.serve`, and prints
-one JSON object per step, with the seconds of its parts under the names that `bridge run --json` gives them.
+It takes the flags of `bridge run` about optimization and computation, starts a server with `bridge.serve`, and prints
+one JSON object per step, with the seconds of its parts under the names used by `bridge run --json`.
 """
 
 import itertools
@@ -24,22 +24,22 @@ from bridge.config import TrainConfig
 
 @dataclass(frozen=True)
 class Program:
-    """What the program is started with."""
+    """The arguments of the program."""
 
     model: Path
     work: Work
     variant: Sequence[str]
-    """The optimizer, then flags of `bridge run`."""
+    """The optimizer, followed by flags of `bridge run`."""
 
     @property
     def argv(self) -> list[str]:
-        """The command that runs it until it is ended."""
+        """The command that runs the program until it is killed."""
         work = {name: getattr(self.work, name) for name in ("completions", "group", "tokens", "share")}
         return [sys.executable, "-m", "benchmarks._library", str(self.model), json.dumps(work), *self.variant]
 
 
 def main() -> None:
-    """Train until this process is ended, and print a line per step."""
+    """Train until this process is killed, and print one line per step."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     model, work, *variant = sys.argv[1:]
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train(program: Program, lines: TextIO) -> None:
-    """Take steps without end."""
+    """Take steps forever."""
     work, config = program.work, TrainConfig.of(model_name=str(program.model), **choices(program.variant))
     server: dict[str, Any] = {"max_model_len": work.max_model_len}
     if work.share:
@@ -84,7 +84,7 @@ def train(program: Program, lines: TextIO) -> None:
 
 
 def choices(variant: Sequence[str]) -> dict[str, Any]:
-    """Return the flags as keys of a configuration: a flag without a value is switched on."""
+    """Return flags as configuration keys; a flag without a value is True."""
     chosen: dict[str, Any] = {"optimizer": variant[0]}
     for flag, follows in itertools.pairwise([*variant[1:], "--"]):
         if flag.startswith("--"):

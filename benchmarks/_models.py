@@ -1,4 +1,4 @@
-"""Benchmark models: shapes of Qwen2.5 and Qwen3 with random weights, in a folder or in a server's memory."""
+"""Benchmark models: Qwen2.5 and Qwen3 shapes with random weights, in a folder or in a server's memory."""
 
 import json
 import math
@@ -52,11 +52,11 @@ SIZES = {
 """Qwen2.5's and Qwen3's shapes, and three small ones to try on the CPU."""
 CONFIGS = {"Qwen2": Qwen2Config, "Qwen3": Qwen3Config, "Qwen3Moe": Qwen3MoeConfig}
 LONGEST = 2**18
-"""Positions of a Qwen3 model here: more than any benchmark needs."""
+"""Number of positions of the Qwen3 models here, more than any benchmark needs."""
 DUMMY = "dummy"
 """vLLM's load format for dummy weights."""
 SHARD_BYTES = 4 * 10**9
-"""Largest weight file, and its copy in host memory while it is written."""
+"""Largest size of a weight file, and of its copy in host memory while it is written."""
 
 
 def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config | Qwen3Config | Qwen3MoeConfig:
@@ -71,7 +71,7 @@ def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config |
 
 
 def make_model(size: str, folder: Path) -> Path:
-    """Write configuration and tokenizer; vLLM makes dummy weights, which are then spread."""
+    """Write configuration and tokenizer; vLLM creates dummy weights, which `_dummy_weights.py` fills."""
     model_config(size, eos_token_id=2).save_pretrained(folder)
     write_tokenizer(folder, 1024)
     return folder
@@ -88,7 +88,7 @@ def make_whole_model(size: str, folder: Path) -> Path:
 
 
 def make_dummy_model(size: str, folder: Path) -> Path:
-    """Write the same without weights: vLLM makes dummy ones."""
+    """Write the same model without weight files, for vLLM's dummy weights."""
     model_config(size).save_pretrained(folder)
     _write_words(folder, int(str(SIZES[size]["vocab_size"])))
     return folder
@@ -97,9 +97,10 @@ def make_dummy_model(size: str, folder: Path) -> Path:
 def spread(parameter: Tensor, generator: torch.Generator, *, is_table: bool = False) -> Tensor:
     """Fill one parameter in place: logits of about +-0.5, norms around one.
 
-    `is_table` is true of an embedding that is not the head, too. Its deviation is 1. With a smaller one all tokens grow
-    alike from layer to layer, and a router sends all to the same experts. Stacked experts get twice the deviation of
-    other matrices: with the same one, what they add is so small that it hardly matters which of them compute it.
+    `is_table` is true for an embedding that is not tied to the head. Its standard deviation is 1. With a smaller one,
+    hidden states of all tokens become similar from layer to layer, and a router sends all of them to the same experts.
+    Stacked experts get twice the deviation of other matrices; otherwise their output would be so small that it barely
+    matters which of them compute it.
     """
     if parameter.ndim == 1:
         return parameter.normal_(1.0, 0.1, generator=generator)
@@ -109,18 +110,18 @@ def spread(parameter: Tensor, generator: torch.Generator, *, is_table: bool = Fa
 
 
 def is_table(name: str, names: Collection[str]) -> bool:
-    """Whether the parameter `name` is an embedding that is not the head, too, by the `names` of all parameters."""
+    """Return whether `name` is an embedding that is not tied to the head, given the `names` of all parameters."""
     return name.endswith("embed_tokens.weight") and "lm_head.weight" in names
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of the model's weights in bf16, with or without weight files."""
+    """Return the bytes of the model's weights in bf16, whether or not there are weight files."""
     shapes = skeleton.shapes(skeleton.build(str(folder), torch.bfloat16))
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
 def _write_words(folder: Path, vocabulary: int) -> None:
-    """Write a byte tokenizer in which every other token of the vocabulary is a word that no text contains.
+    """Write a byte tokenizer; all further tokens of the vocabulary are words that no text contains.
 
     transformers makes every Qwen2 tokenizer a BPE tokenizer, whatever its file contains.
     """
@@ -133,7 +134,7 @@ def _write_words(folder: Path, vocabulary: int) -> None:
 
 
 def _write_weights(folder: Path) -> None:
-    """Write every parameter of the folder's configuration, holding one shard in memory at a time."""
+    """Write weight files for the folder's configuration, with one shard in memory at a time."""
     shards = list(_shards(skeleton.shapes(skeleton.build(str(folder), torch.bfloat16))))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device=device).manual_seed(0)
@@ -161,6 +162,6 @@ def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int,
     yield shard
 
 
-if __name__ == "__main__":  # in a process of its own: what it takes of a GPU is free afterwards
+if __name__ == "__main__":  # in a separate process, which frees its GPU memory at the end
     make = make_dummy_model if sys.argv[3:] == [DUMMY] else make_whole_model
     make(sys.argv[1], Path(sys.argv[2]))

@@ -29,14 +29,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def count(text: str) -> int:
-    """Return a flag's number, which is 1 or more."""
+    """Parse a flag's value as a number that is at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
 def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures with command, date, hardware and versions."""
+    """Return the results with command, date, hardware and versions."""
     rivals = {name: importlib.metadata.version(name) for name in RIVALS if software.installed_version(name)}
     versions = {"bridge": bridge.__version__, "vllm": installed_version(), "torch": str(torch.__version__)}
     return {
@@ -49,7 +49,7 @@ def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(benchmark: str, results: Mapping[str, Any], out: Path) -> Path:
-    """Write the figures to a file named by hardware, vLLM and date, replacing an existing one."""
+    """Write the results to a file named by hardware, vLLM version and date, replacing an existing one."""
     made = document(benchmark, results)
     out.mkdir(parents=True, exist_ok=True)
     hardware = made["hardware"].replace(" ", "-").lower()
@@ -59,7 +59,7 @@ def write(benchmark: str, results: Mapping[str, Any], out: Path) -> Path:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as aligned columns: the first left, the others right."""
+    """Format rows as columns; the first one is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
@@ -71,5 +71,5 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def say(line: str) -> None:
-    """Print progress."""
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)

@@ -25,15 +25,15 @@ from bridge.server.protocol import COMPLETIONS, TRANSFER_FLAG
 from bridge.types import Problem, Quantization
 
 GPUS = 2
-"""Of a trainer that has its vLLM on another GPU: one for each."""
+"""GPUs needed by a trainer whose vLLM runs on a separate GPU."""
 GROUP = _sides.Work().group
-"""Completions of a prompt, of requests like those of a run."""
+"""Completions per prompt in requests like those of a run."""
 START_LIMIT_S = 420
 NUM_STEPS = 3
 
 
 class Parity:
-    """A meaningless task whose rewards differ, so that three steps change every weight."""
+    """A meaningless task whose rewards vary, so that three steps change every weight."""
 
     def __iter__(self) -> Iterator[Problem]:
         """Yield a few short prompts."""
@@ -65,7 +65,7 @@ def serve_command(
     num_parts: int = 1,
     quantization: Quantization | None = None,
 ) -> ServerCommand:
-    """Return the patched server's command: `bridge serve-vllm` with dummy weights, which are spread."""
+    """Return the patched server's command: `bridge serve-vllm` with the weights of `_dummy_weights.py`."""
     config = ServeConfig(
         model=str(model), port=free_port("127.0.0.1"), max_model_len=max_model_len, tensor_parallel_size=num_parts,
         gpu_memory_utilization=share if torch.cuda.is_available() else None,
@@ -77,7 +77,7 @@ def serve_command(
 
 
 def stock(command: ServerCommand) -> ServerCommand:
-    """Return the same command for stock vLLM, which chooses the kernels of experts itself."""
+    """Return the same command for stock vLLM, which chooses its own expert kernels."""
     argv = list(command.argv)
     for flag in (WORKER_EXTENSION[0], MOE_BACKEND[0]):
         if flag in argv:
@@ -90,9 +90,9 @@ def stock(command: ServerCommand) -> ServerCommand:
 
 @contextmanager
 def on_another_gpu(options: argparse.Namespace) -> Iterator[str]:
-    """Run a stock server that can be fed on `--server-gpu`, and yield its address; this process sees another GPU."""
+    """Run a stock server that accepts weights on `--server-gpu`, and yield its URL; this process uses another GPU."""
     if (count := torch.cuda.device_count()) > 1:
-        raise SystemExit(f"error: the trainer sees {count} GPUs, expected its own alone: set CUDA_VISIBLE_DEVICES=1")
+        raise SystemExit(f"error: the trainer sees {count} GPUs, expected only its own: set CUDA_VISIBLE_DEVICES=1")
     options.server_log.parent.mkdir(parents=True, exist_ok=True)
     with served(fed_command(options), options.server_log) as url:
         yield url
@@ -144,9 +144,9 @@ def rates(
     as_rollouts: bool = False,
     stock: Collection[str] = (),
 ) -> list[list[float]]:
-    """Return tokens/s per server and round after one warm-up round; the order alternates; see `one_round`.
+    """Return tokens/s per server and round, after one warm-up round; the order alternates. See `one_round`.
 
-    `stock` are those of the servers that are not patched.
+    `stock` are the URLs of the servers that are not patched.
     """
     columns: list[list[float]] = [[] for _ in urls]
     names = models or [None] * len(urls)
@@ -159,7 +159,7 @@ def rates(
 
 
 def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> dict[str, Any]:
-    """Return both medians, and the median of the ratios by round."""
+    """Return both medians, and the median of the per-round ratios."""
     return {
         "stock_tokens_per_s": statistics.median(stock_rates),
         "patched_tokens_per_s": statistics.median(patched_rates),
@@ -180,8 +180,8 @@ async def one_round(
 ) -> float:
     """Generate `requests` x `tokens` tokens concurrently with `model` (default: the first served); return tokens/s.
 
-    `as_rollouts`: what a run samples: whole groups with log-probabilities, from a patched server by the route of
-    rollouts, and from a stock one by OpenAI's.
+    With `as_rollouts`, request what a run samples, groups with log-probabilities: from a patched server by its rollout
+    route, from a stock server by OpenAI's.
     """
     if as_rollouts and is_stock:
         route, own = "/v1/completions", {"n": GROUP, "logprobs": 0, "ignore_eos": True}
@@ -200,8 +200,8 @@ async def one_round(
         seconds = time.perf_counter() - start
     for answer in answers:
         answer.raise_for_status()
-    if not as_rollouts or is_stock:  # which end at their limit alone
+    if not as_rollouts or is_stock:  # these always end at their limit
         return float(options.requests * options.tokens / seconds)
-    choices = (choice for answer in answers for choice in answer.json()["choices"])  # one may have ended before
+    choices = (choice for answer in answers for choice in answer.json()["choices"])  # some may have ended early
     num_tokens: int = sum(len(choice["token_ids"]) for choice in choices)
     return num_tokens / seconds

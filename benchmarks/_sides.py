@@ -1,4 +1,4 @@
-"""The two sides of `grpo.py`: commands on the same work, and how to read their output.
+"""The two sides of `grpo.py`: their commands for the same work, and how to parse their output.
 
 Both get the same engine settings and the same KV cache, which stays allocated during training unless a variant says
 otherwise.
@@ -25,32 +25,32 @@ from bridge.core.address import free_port
 from bridge.processes import accelerator
 
 BRIDGE = "from bridge_cli.main import main; main()"
-"""The console script, which is not on every PATH."""
+"""Runs the console script, which may not be on PATH."""
 ENGINE_FLAGS = ("--max-num-seqs", "{completions}", "--max-num-batched-tokens", "4096", "--no-enable-log-requests")
 """TRL's vLLM settings."""
 ROOT = Path(__file__).parent.parent
 KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 SOURCES = ("cli", "environments", "patches")
-"""Folders that each hold one package, beside `bridge`."""
+"""Folders that hold one package each, besides `bridge`."""
 SEVERAL = re.compile(r"\s*--(gpus|tensor-parallel-size)[= ](\d+)")
-"""The flags of a variant for several GPUs."""
+"""Flags with which a variant uses several GPUs."""
 SPLIT = {"trl": {"--async", "--server"}, "bridge": {"--trainer-device"}}
-"""The flags of a variant whose trainer and vLLM have a GPU each."""
+"""Flags of a variant whose trainer and vLLM use separate GPUs."""
 SPLIT_GPUS = "0,1"
 """The GPUs of vLLM and of the trainer, unless CUDA_VISIBLE_DEVICES names others."""
 SPLIT_SHARE = 0.85
-"""Share of GPU memory for a vLLM that has a GPU to itself."""
+"""Share of GPU memory for a vLLM that has its own GPU."""
 MEASURED = {
     "trained_per_s": "train_tokens_per_s", "mfu": "mfu", "mismatch_kl": "mismatch_kl", "rerouted": "rerouted_share",
     "busiest": "max_vio", "dead": "dead_experts",
 }  # fmt: skip
-"""Figures of a step of Bridge that belong in its row, by the names of a run's metrics; some models lack some."""
+"""Columns for metrics of Bridge's steps, by the metrics' names; some models do not have all of them."""
 PLANNED = ("weights_gib", "gradients_gib", "state_gib", "activations_gib", "rest_gib")
-"""What is in a GPU's memory during the passes, apart from the KV cache: columns of `bridge plan`."""
+"""Columns of `bridge plan` for a GPU's memory during the passes, without the KV cache."""
 ENOUGH_GIB = 80
-"""Memory of a GPU for which is planned where there is none."""
+"""GPU memory to plan for on a machine without a GPU."""
 OF_SERVER = re.compile(r"\s--(?=\s|$)")
-"""What separates the flags of `bridge run` from vLLM's."""
+"""Separates the flags of `bridge run` from vLLM's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,32 +62,32 @@ class Work:
     group: int = 8
     """Completions per prompt."""
     tokens: int = 256
-    """Tokens per completion, exactly; with `lengths`, of the longest."""
+    """Exact number of tokens per completion; with `lengths`, of the longest one."""
     lengths: str | None = None
-    """Lengths that differ, as `_lengths.Lognormal` reads them."""
+    """Varying lengths, in the format of `_lengths.Lognormal`."""
     share: float = 0.3
     """Share of GPU memory for vLLM; 0: Bridge chooses."""
 
     @property
     def max_model_len(self) -> int:
-        """Return the longest sequence, in blocks of 128 tokens."""
+        """Return the length of the longest sequence, rounded up to blocks of 128 tokens."""
         return max(1024, math.ceil((_work.PROMPT_TOKENS + self.tokens) / 128) * 128)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side with one choice of settings."""
+    """One side with one set of settings."""
 
     name: Literal["trl", "bridge"]
-    """`trl` or `ours`."""
+    """Which trainer."""
     variant: str
-    """TRL: completions per pass, flags of `_trl.py`. Bridge: the optimizer, flags of `bridge run`, after -- vLLM's."""
+    """TRL: completions per pass and flags of `_trl.py`. Bridge: optimizer, flags of `bridge run`, vLLM's after --."""
     engine: tuple[str, ...] = ()
-    """Bridge: further flags of vLLM."""
+    """Additional vLLM flags, for Bridge only."""
 
     @property
     def num_parts(self) -> int:
-        """Return over how many GPUs one copy of the weights is spread."""
+        """Return the number of GPUs that share one copy of the weights."""
         return int(dict(SEVERAL.findall(self.variant)).get("tensor-parallel-size", 1))
 
     @property
@@ -97,12 +97,12 @@ class Side:
 
     @property
     def is_split(self) -> bool:
-        """Whether the trainer and vLLM have a GPU each."""
+        """Whether the trainer and vLLM use separate GPUs."""
         return not SPLIT[self.name].isdisjoint(self.variant.split())
 
     @property
     def kv_sleeps(self) -> bool:
-        """Whether vLLM frees its KV cache while training: with TRL's sleep mode its weights, too."""
+        """Whether vLLM frees its KV cache while training; TRL's sleep mode also frees its weights."""
         asleep = {"trl": "--sleep", "bridge": "--kv-sleep always"}[self.name]
         return f" {asleep} " in f" {' '.join(self.variant.split())} "
 
@@ -114,7 +114,7 @@ class Side:
 
     @property
     def on_one(self) -> "Side":
-        """Return the same on one GPU."""
+        """Return the same side on one GPU."""
         return replace(self, variant=SEVERAL.sub("", self.variant))
 
     def argv(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
@@ -124,10 +124,10 @@ class Side:
         return (self._trl if self.name == "trl" else self._bridge)(work, model, folder, steps)
 
     def environment(self, work: Work, folder: Path) -> dict[str, str]:
-        """Return the environment of the command: NCCL's own log of each process goes to `folder`.
+        """Return the environment of the command; NCCL writes a log per process to `folder`.
 
-        A trainer of TRL with its vLLM on another GPU sees its own alone from the start: importing transformers already
-        makes CUDA read CUDA_VISIBLE_DEVICES, and TRL spreads a model over all GPUs that it sees.
+        If TRL's vLLM runs on a separate GPU, the trainer sees only its own GPU from the start: importing transformers
+        already makes CUDA read CUDA_VISIBLE_DEVICES, and TRL spreads a model over all GPUs that it sees.
         """
         logs = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / "nccl.%p.log")}
         shown = {"CUDA_VISIBLE_DEVICES": split_gpus()[1]} if self.name == "trl" and self.is_split else {}
@@ -148,7 +148,7 @@ class Side:
         }
 
     def kv_cache_gib(self, log: Path, folder: Path) -> float | None:
-        """Return the size of vLLM's KV cache from its log; None if not found."""
+        """Return the size of vLLM's KV cache according to its log; None if it is not found."""
         path = log if self.name == "trl" and not self.is_split else RunDirectory(folder / "run").server_log
         match = KV_CACHE.search(path.read_text(errors="replace")) if path.exists() else None
         return float(match[1]) if match else None
@@ -189,7 +189,7 @@ class Side:
 
 @cache
 def planned_gib(side: Side, work: Work, model: Path) -> float | None:
-    """Return what `bridge plan` predicts for each GPU during the passes, without the KV cache; None: nothing."""
+    """Return the memory per GPU that `bridge plan` predicts for passes, without the KV cache; None: no prediction."""
     if side.name == "trl" or side.is_split:
         return None
     argv = [
@@ -204,42 +204,42 @@ def planned_gib(side: Side, work: Work, model: Path) -> float | None:
 
 
 def gpu_gib() -> float:
-    """Return the memory of a GPU of this host, without a context on it."""
+    """Return the memory of this host's GPU, without creating a CUDA context."""
     return min(accelerator.gpu_memory_bytes(), default=ENOUGH_GIB * 2**30) / 2**30
 
 
 def split_gpus() -> list[str]:
-    """Return the GPUs of vLLM and of the trainer, if they have one each."""
+    """Return the two GPUs of a vLLM and a trainer that use separate ones."""
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or SPLIT_GPUS).split(",")
     if len(visible) < 2:
-        raise SystemExit(f"error: a trainer and its vLLM need a GPU each, and CUDA_VISIBLE_DEVICES is {visible[0]}")
+        raise SystemExit(f"error: a trainer and its vLLM need one GPU each, but CUDA_VISIBLE_DEVICES is {visible[0]}")
     return visible[:2]
 
 
 def engine_flags(completions: int) -> list[str]:
-    """Return vLLM's flags for steps of so many completions."""
+    """Return vLLM's flags for steps with this number of completions."""
     return [flag.format(completions=completions) for flag in ENGINE_FLAGS]
 
 
 def lengths_flags(lengths: str | None) -> list[str]:
-    """Return the flags with which a server gives each completion a length of its own, if there are `lengths`."""
+    """Return the flags with which a server gives each completion its own length, if there are `lengths`."""
     return ["--middleware", _lengths.MIDDLEWARE] if lengths else []
 
 
 def source_roots(tree: Path) -> list[str]:
-    """Return the folders of a checkout that its packages are imported from; older ones have a single folder."""
+    """Return the folders of a checkout from which its packages are imported; older checkouts have one folder."""
     return [str(tree), *(str(tree / name) for name in SOURCES if (tree / name / f"bridge_{name}").is_dir())]
 
 
 def of_checkout(tree: Path, argv: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return a command and its environment for the packages and the task of another checkout; its folder is the cwd."""
+    """Return a command and environment that use another checkout's packages and task; run it in that folder."""
     task = str(tree / "benchmarks" / "_work.py")
     paths = [*source_roots(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
     return [word.replace(_work.__file__, task) for word in argv], {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def environment(work: Work) -> dict[str, str]:
-    """Return the environment of both sides: vLLM logs its memory, finds this package, and knows the lengths."""
+    """Return the environment of both sides, in which vLLM logs its memory, finds this package and gets the lengths."""
     path = os.pathsep.join([*source_roots(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     fixed = {"VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     return {**os.environ, **fixed, **({_lengths.VARIABLE: work.lengths} if work.lengths else {})}

@@ -20,28 +20,28 @@ POLL_S = 0.02
 
 @dataclass(kw_only=True)
 class Run:
-    """Outcome of one process."""
+    """The outcome of one process."""
 
     stamps: list[float] = field(default_factory=list)
     """Time of each line, in seconds on a monotonic clock."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """The parsed lines."""
     peak_bytes: int = 0
-    """Maximum of `used_bytes` while it ran; 0 if unknown."""
+    """Maximum of `used_bytes` while the process ran; 0 if unknown."""
     begun: float = 0.0
-    """When it was started, on the clock of `stamps`."""
+    """Start time, on the clock of `stamps`."""
     seconds: float = 0.0
     """Duration in seconds."""
     failure: str | None = None
-    """Why it ended before its last line; None if it did not."""
+    """Why the process ended before its last line; None if it printed all lines."""
     baseline_bytes: int = 0
-    """`used_bytes` before it started."""
+    """`used_bytes` before the process started."""
     kv_cache_gib: float | None = None
     """Size of vLLM's KV cache; None if unknown."""
 
     @property
     def peak_gib(self) -> float | None:
-        """Return the most that the GPU held for it; None if unknown."""
+        """Return the peak GPU memory of the process; None if unknown."""
         return (self.peak_bytes - self.baseline_bytes) / 2**30 if self.peak_bytes else None
 
 
@@ -67,11 +67,11 @@ def run(
             time.sleep(POLL_S)
         alive = child.is_alive()
         if alive:
-            children.kill(child)  # what it would do now, such as saving a checkpoint, is nobody's measure
+            children.kill(child)  # do not wait for a final checkpoint
     finally:
         children.stop(child)
     reader.join(timeout=10)
-    del result.stamps[num_lines:], result.lines[num_lines:]  # its summary, if it ended before it was killed
+    del result.stamps[num_lines:], result.lines[num_lines:]  # a summary, if it ended by itself
     result.seconds = time.monotonic() - begun
     if len(result.lines) < num_lines:
         result.failure = f"not done after {limit_s:.0f} s" if alive else reason(log)
@@ -85,7 +85,7 @@ def reason(log: Path) -> str:
     faults = [line for line in lines if line.startswith("error: ") or "Error: " in line]
     return next(
         (lines_of_kind[-1][:300] for lines_of_kind in (out_of_memory, faults, lines) if lines_of_kind),
-        "it said nothing",
+        "it printed nothing",
     )
 
 

@@ -38,24 +38,24 @@ from bridge.types import Task
 from bridge_environments import registry
 
 FLASH = "flash"
-"""FlashAttention 2 by `_flash.py`; any other name is what transformers takes for `attn_implementation`."""
+"""FlashAttention 2 by `_flash.py`; any other name is passed to transformers as `attn_implementation`."""
 COMPILED = ("model", "layers")
-"""What `torch_compile` compiles: the model, or each layer by itself (accelerate's regional compilation)."""
+"""What `torch_compile` compiles: the model, or each layer separately (accelerate's regional compilation)."""
 
 
 def main() -> None:
     """Train, and print one line per step."""
     is_first = os.environ.get("RANK", "0") == "0"
-    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))  # torchrun sets it; else two runs share 29500
+    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))  # set by torchrun; otherwise runs share 29500
     lines = os.fdopen(os.dup(1), "w", buffering=1) if is_first else None
-    os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
+    os.dup2(2, 1)  # vLLM logs to stdout, which is reserved for results
     options = flags().parse_args()
     with _servers.on_another_gpu(options) if options.server else nullcontext() as url:
         train(options, url, lines)
 
 
 def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) -> None:
-    """Train with the server at `url`; None: with TRL's own engine, or with Bridge's."""
+    """Train with the server at `url`; None: with TRL's own engine or Bridge's."""
     _trl_times.watch_stalls()
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     task = registry.load(TaskConfig(environment=options.task)) if options.task else None
@@ -77,7 +77,7 @@ def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) ->
         if options.lengths and trainer.use_vllm and url is None:
             limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
         if options.compile == "layers":
-            trainer.model.train()  # else TRL samples again for each pass: only accelerate's compiled copy is switched
+            trainer.model.train()  # else TRL samples again for each pass: accelerate switches only its compiled copy
         if options.attention == FLASH:
             trainer.add_callback(_trl_times.Checked(_flash.check_used))
         trainer.add_callback(_trl_times.Lines(clock, lines, trainer.accelerator))
@@ -88,14 +88,14 @@ def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) ->
 
 @contextmanager
 def stock(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what a stock script passes to the trainer."""
+    """Yield the trainer's arguments in a stock script."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     yield {"model": str(options.model), "processing_class": tokenizer}
 
 
 @contextmanager
 def on_bridge(options: argparse.Namespace, args: Any) -> Iterator[dict[str, Any]]:
-    """Yield what `bridge.for_trl` passes to the trainer, beside a server with the same settings."""
+    """Yield the trainer's arguments from `bridge.for_trl`, with a running server that has the same settings."""
     engine = [*_sides.engine_flags(options.completions), *_sides.lengths_flags(options.lengths)]
     share = options.share if torch.cuda.is_available() else None
     with TemporaryDirectory(prefix="bridge-bench-") as folder:
@@ -136,7 +136,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def common_flags(description: str | None) -> argparse.ArgumentParser:
-    """Return the flags that `_trl_async.py` has, too."""
+    """Return the flags that `_trl_async.py` also has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batch", type=int, help="completions of one forward and backward pass")
     parser.add_argument("--model", type=Path, required=True)
@@ -156,20 +156,20 @@ def common_flags(description: str | None) -> argparse.ArgumentParser:
 
 
 def prompts() -> list[str]:
-    """Return the prompts in the order in which Bridge takes them."""
+    """Return the prompts in Bridge's order."""
     order = islice(problems.endless(_work.Hashed(), seed=0), _work.NUM_PROMPTS)
     return [str(problem["prompt"]) for problem in order]
 
 
 def columns(task: Task, options: argparse.Namespace) -> dict[str, list[Any]]:
-    """Return the problems of all steps as columns, in the order in which Bridge takes them."""
+    """Return the problems of all steps as columns, in Bridge's order."""
     count = options.steps * options.completions // options.group
     taken = list(islice(problems.endless(task, seed=options.seed), count))
     return {"prompt": [problem["prompt"] for problem in taken], "problem": list(map(json.dumps, taken))}
 
 
 def settings(options: argparse.Namespace, url: str | None = None) -> dict[str, Any]:
-    """Return TRL's settings: Bridge's where both have them, otherwise the fastest.
+    """Return TRL's settings: the same as Bridge's if both have them, otherwise the fastest ones.
 
     A trainer with a server at `url` trains on the completions of both GPUs.
     """
@@ -206,26 +206,26 @@ def settings(options: argparse.Namespace, url: str | None = None) -> dict[str, A
 
 
 def compiled(what: str | None) -> dict[str, Any]:
-    """Return TRL's setting with which `what` is compiled; accelerate reads from the environment how."""
+    """Return TRL's setting to compile `what`; accelerate reads the details from the environment."""
     if what == "layers":
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     return {"torch_compile": True} if what else {}
 
 
 def send_nothing() -> None:
-    """Leave the server's weights as they are: TRL sends from a GPU alone."""
+    """Leave the server's weights unchanged, since TRL can send weights only from a GPU."""
     client: Any = importlib.import_module("trl.generation.vllm_client").VLLMClient
     client.init_communicator = client.update_named_params = lambda *_, **__: None
 
 
 def size_kv_cache(num_bytes: int) -> None:
-    """Give TRL's engine a KV cache of so many bytes: vLLM cannot measure it while another one starts."""
+    """Give TRL's engine a KV cache of this size; vLLM cannot measure memory while another vLLM starts."""
     vllm_generation: Any = importlib.import_module("trl.generation.vllm_generation")
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, kv_cache_memory_bytes=num_bytes)
 
 
 def limit(llm: Any, lengths: Lognormal) -> None:
-    """Limit each completion separately: TRL passes every prompt once for each of its completions."""
+    """Limit each completion separately; TRL passes every prompt once per completion."""
     generate = llm.generate
 
     def limited(prompts: Sequence[Mapping[str, Any]], sampling_params: Any, **named: Any) -> Any:

@@ -1,9 +1,9 @@
 """TRL's AsyncGRPO on the task of `_work.py`: a stock vLLM on the first GPU, and the trainer on the second.
 
-Prints one JSON object per step, as `_trl.py` does: seconds of waiting for completions, training, the optimizer, and
-sending the weights, from TRL's own metrics. TRL is not modified, but for the kernel of its attention: it downloads
-FlashAttention 3 from a hub, and here gets what Bridge trains with, FlashAttention 2 of torch (`_flash.py`). Weights are
-sent by vLLM's NCCL engine; without a GPU, for a try, they are not.
+Prints one JSON object per step, like `_trl.py`: seconds spent waiting for completions, training, in the optimizer, and
+sending the weights, from TRL's own metrics. TRL is unmodified except for its attention kernel: instead of downloading
+FlashAttention 3 from a hub, it uses the same kernel as Bridge, torch's FlashAttention 2 (`_flash.py`). Weights are sent
+by vLLM's NCCL engine; in a trial without a GPU they are not sent.
 
 Source: TRL 1.16.0, `trl/experimental/async_grpo`, for the names.
 """
@@ -23,13 +23,13 @@ from benchmarks import _flash, _servers, _trl, _trl_times, _work
 from benchmarks._servers import GPUS
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""TRL sends conversations; this makes the prompt of `_work.py` of one."""
+"""TRL sends conversations; this template turns one into the prompt of `_work.py`."""
 
 
 def main() -> None:
     """Train, and print one line per step."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
+    os.dup2(2, 1)  # vLLM logs to stdout, which is reserved for results
     flags = _trl.common_flags(__doc__)
     flags.add_argument("--max-staleness", type=int, default=4, help="updates since a completion was begun")
     flags.add_argument(
@@ -47,10 +47,10 @@ def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=_flash.flash_attn_varlen_func)
     inside: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
     if not torch.cuda.is_available():
-        inside.get_peak_flops_per_device = lambda *_: None  # it asks for the GPU's name
+        inside.get_peak_flops_per_device = lambda *_: None  # it requests the GPU's name
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.chat_template = TEMPLATE
-    tokenizer.response_template = tokenizer.parse_response = plain_text  # else TRL refuses this chat template
+    tokenizer.response_template = tokenizer.parse_response = plain_text  # otherwise TRL refuses this chat template
     conversations = [[{"role": "user", "content": prompt}] for prompt in _trl.prompts()]
     trainer = trl.AsyncGRPOTrainer(
         model=str(options.model),
@@ -65,7 +65,7 @@ def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:
 
 
 def settings(options: argparse.Namespace, url: str) -> dict[str, Any]:
-    """Return TRL's settings: Bridge's where both have them, otherwise the fastest."""
+    """Return TRL's settings: the same as Bridge's if both have them, otherwise the fastest ones."""
     return {
         "output_dir": str(options.model.parent / "trl"), "max_steps": options.steps, "report_to": "none",
         "save_strategy": "no", "disable_tqdm": True,
@@ -81,7 +81,7 @@ def settings(options: argparse.Namespace, url: str) -> dict[str, Any]:
 
 
 def plain_text(*_: Any, **__: Any) -> None:
-    """Raise a ValueError, after which TRL takes the decoded text."""
+    """Raise ValueError, so that TRL uses the decoded text."""
     raise ValueError
 
 
@@ -90,7 +90,7 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 class Unsent:
-    """Leaves the server's weights as they are."""
+    """Leaves the server's weights unchanged."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...
@@ -100,7 +100,7 @@ class Unsent:
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
-    """Prints the times at the end of every step, from TRL's metrics."""
+    """Prints the times of every step, from TRL's metrics."""
 
     def __init__(self, trainer: Any, out: TextIO) -> None:
         self._trainer = trainer
@@ -114,7 +114,7 @@ class Lines(TrainerCallback):  # type: ignore[misc]
 
 
 def parts(metrics: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the parts of a step; the weights are sent at its end."""
+    """Return the seconds of a step's parts; the weights are sent at the end of the step."""
     on_gpu = torch.cuda.is_available()
     return {
         "tokens": metrics["batch/trained_tokens_per_step"][-1],

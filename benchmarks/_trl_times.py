@@ -1,8 +1,8 @@
-"""What a run of TRL's GRPO is measured by: seconds per part of a step, torch's peak memory, and held-out rewards.
+"""Measurements of a TRL GRPO run: seconds per part of a step, torch's peak memory, and held-out rewards.
 
 TRL is not modified: its methods are timed from outside, and every timed part begins and ends with an idle device.
 
-Not covered: which way TRL trains (`_trl.py`).
+Not covered: how TRL trains (`_trl.py`).
 """
 
 import argparse
@@ -25,11 +25,11 @@ from bridge.rollouts import problems
 from bridge.types import Task
 
 STALL_S = 60
-"""Seconds without a step after which the stacks of all threads are logged."""
+"""The stack traces of all threads are logged after this many seconds without a step."""
 
 
 class Clock:
-    """Seconds per part since the last step, and the sampled tokens."""
+    """Counts seconds per part, and sampled tokens, since the last step."""
 
     def __init__(self, task: Task | None = None) -> None:
         self._task = task
@@ -79,7 +79,7 @@ def watch(trainer: Any, clock: Clock) -> None:
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
-    """Prints the times at the end of every step: those of the first process, and the tokens of all."""
+    """Prints the times of every step in the first process, and the tokens of all processes."""
 
     def __init__(self, clock: Clock, out: TextIO | None, accelerator: Any) -> None:
         self._clock = clock
@@ -116,7 +116,7 @@ class Checked(TrainerCallback):  # type: ignore[misc]
 
 
 class HeldOut(TrainerCallback):  # type: ignore[misc]
-    """Prints the mean reward of greedy answers to held-out problems, before, while and after the model is trained."""
+    """Prints the mean reward of greedy answers to held-out problems, before, during and after training."""
 
     def __init__(self, task: Task, out: TextIO, trainer: Any, options: argparse.Namespace) -> None:
         self._task = task
@@ -161,7 +161,7 @@ class HeldOut(TrainerCallback):  # type: ignore[misc]
 
 
 def parts(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return parts that do not overlap; the pass for old log-probs counts as training."""
+    """Return non-overlapping parts; the pass for old log-probs counts as training."""
     learning = seconds["training_step"] - seconds["prepare"] + seconds["clip"]
     return {
         "generation_s": seconds["generation"],
@@ -174,7 +174,7 @@ def parts(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def watch_stalls() -> None:
-    """Write the stacks of all threads to the log every minute until the next call, so that it shows where TRL waits."""
+    """Log the stack traces of all threads every minute until the next call, to show where TRL waits."""
     faulthandler.dump_traceback_later(STALL_S, repeat=True)
 
 

@@ -1,7 +1,7 @@
-"""The task of `grpo.py` for both sides: prompts of one length, and a reward that distinguishes completions.
+"""The task of both sides of `grpo.py`: prompts of equal length, and a reward that distinguishes completions.
 
-`bridge run --environment benchmarks/_work.py:Hashed` uses it, and so does TRL's process. `turns.py` adds a tool, and
-`train_step.py` makes up a batch of it. The model and its tokenizer, for which a letter is a token, are in `_models.py`.
+`bridge run --environment benchmarks/_work.py:Hashed` and TRL's process use it. `turns.py` adds a tool, and
+`train_step.py` makes up a batch of it. The model, whose tokenizer has one token per letter, is in `_models.py`.
 """
 
 import math
@@ -20,13 +20,13 @@ NUM_PROMPTS = 512
 
 
 def prompts() -> list[str]:
-    """Return the prompts, always the same."""
+    """Return the prompts, which are always the same."""
     choose = random.Random(0)  # noqa: S311  a task, not a secret
     return ["".join(choose.choices(string.ascii_lowercase, k=PROMPT_TOKENS)) for _ in range(NUM_PROMPTS)]
 
 
 def reward(completion: str) -> float:
-    """Return a hash from 0 to 1, so that no group lacks advantages."""
+    """Return a hash between 0 and 1, so that every group has nonzero advantages."""
     return zlib.crc32(completion.encode()) / 2**32
 
 
@@ -46,7 +46,7 @@ class Waiting(Hashed):
     """The same task with a tool."""
 
     def reset(self, **_: Any) -> None:
-        """Do nothing: no call depends on an earlier one."""
+        """Do nothing, since calls do not depend on earlier ones."""
 
     def wait(self, seconds: float) -> str:
         """Wait, and return an answer of `ANSWER_TOKENS` letters.
@@ -59,7 +59,7 @@ class Waiting(Hashed):
 
 
 def batch(vocabulary: int, num_completions: int, *, group: int, num_tokens: int) -> list[Group]:
-    """Return the groups of a step as if sampled: uniformly random tokens and rewards."""
+    """Return made-up groups for a step, with uniformly random tokens and rewards."""
     chance = random.Random(0)  # noqa: S311  the same
 
     def tokens(count: int) -> tuple[int, ...]:

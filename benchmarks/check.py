@@ -2,7 +2,7 @@ r"""Recompute the figures that README.md and the pages in docs/ quote, from the 
 
     python -m benchmarks.check
 
-A page marks its figures in a comment. It holds for the text from there to the next such comment or heading, and
+A page declares its figures in a comment, which covers the text up to the next such comment or heading;
 `<!-- figures -->` ends it earlier:
 
     <!-- figures
@@ -11,18 +11,19 @@ A page marks its figures in a comment. It holds for the text from there to the n
     | kept["trl"].step_s | kept["trl"].sync_s * 1000 |
     -->
 
-- `NAME = FILE PATH` names what a result file holds under `results`; with several files or a pattern, the list of them.
-- `TEXT = EXPRESSION` says where the numbers of a phrase come from. The phrase has to be in the text, with these numbers
-  as rounded there; several numbers are a tuple. `TEXT = no file` says that they come from none; they are listed.
-- `| EXPRESSION | ... |` is a row of the table: one for each cell but the first, empty for a cell without figures.
+- `NAME = FILE PATH` names the content of a result file under `results`; several files or a pattern give a list.
+- `TEXT = EXPRESSION` declares the source of the numbers in a phrase. The phrase must be in the text, with these numbers
+  as rounded there; several numbers are a tuple. `TEXT = no file` declares that they have no file; these are listed.
+- `| EXPRESSION | ... |` is a row of the table: one expression for each cell but the first, or nothing for a cell
+  without figures.
 
-Expressions are Python's arithmetic with `mean`, `median`, `stdev`, `min`, `max`, `sum`, `abs` and `len`. `.key` looks
+Expressions are Python arithmetic with `mean`, `median`, `stdev`, `min`, `max`, `sum`, `abs` and `len`. `.key` looks
 into a dictionary, or into each item of a list; `["words"]` picks the only item of a list whose `side` and `variant`
-contain the words (or all of them), and a number the item of that position; `[one]` is `["one"]`. `first` and `last`
-return that item of each list.
+contain the words (or all such items), and a number picks by position; `[one]` is `["one"]`. `first` and `last` return
+that item of each list.
 
-A table that no file holds needs `<!-- figures: no file -->`, and its text has to say "no result file". In README.md
-every number with a unit has to be claimed, and in docs/benchmarks.md every cell of every table.
+A table without a result file needs `<!-- figures: no file -->`, and its text must say "no result file". In README.md
+every number with a unit must be declared, and in docs/benchmarks.md every cell of every table.
 
 Not covered: whether a phrase says the right thing about a number.
 """
@@ -43,23 +44,23 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/*.md")
 HEADLINES = "README.md"
-"""The page on which every number with a unit has to be claimed."""
+"""The page on which every number with a unit must be declared."""
 WHOLE = "docs/benchmarks.md"
-"""The page whose tables have to be claimed."""
+"""The page on which every table must be declared."""
 COMMENT = re.compile(r"<!-- figures(: no file)?\s(.*?)-->", re.DOTALL)
 END = re.compile(r"<!-- figures|^#", re.MULTILINE)
 NO_FILE = "no result file"
-"""What the text of a table that no file holds has to say."""
+"""What the text of a table without a result file must say."""
 NOWHERE = "no file"
-"""The expression of a phrase whose numbers no file holds."""
+"""The expression for a phrase whose numbers are in no file."""
 NUMBER = re.compile(r"(?<![\w.,-])(?:-(?=\d))?\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.,]\d)")
-"""Not the 7 of 7B, nor the 8 of top-8."""
+"""A number in a text; it excludes the 7 in 7B and the 8 in top-8."""
 UNIT = re.compile(NUMBER.pattern + r"(?=(?: to \d[\d.,]*)?\s*(?:%|(?:s|ms|GiB|GB/s|times|seconds|minutes|tokens)\b))")
 CELL_END = re.compile(r"(?<!\\)\|")
 BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 """A fenced block of code or output."""
 CODE = re.compile(r"`[^`\n]*`|\]\([^)]*\)|\b\d{4}-\d{2}-\d{2}\b")
-"""What holds no figures: code, addresses and dates."""
+"""Text without figures: code, links and dates."""
 ALIAS = re.compile(r"(\w+) = (\S+\.json(?: \S+\.json)*)(?: (\S+))?$")
 OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -73,12 +74,12 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 class NotHeldError(Exception):
-    """Says what no file holds."""
+    """A value is in no file; the message says which one."""
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A comment and the text that it is for."""
+    """A comment and the text that it covers."""
 
     page: str
     line: int
@@ -87,12 +88,12 @@ class Marked:
     text: str
 
     def at(self, message: str) -> str:
-        """Return a problem with the place of the comment."""
+        """Return a problem, prefixed by the comment's page and line."""
         return f"{self.page}:{self.line}: {message}"
 
 
 def main() -> None:
-    """Print what is wrong; exit with 1 if anything is."""
+    """Print all problems; exit with 1 if there are any."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = problems()
     for problem in found:
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def without_file(root: Path) -> list[str]:
-    """Return what the pages quote and no file holds."""
+    """Return the quoted figures that are in no file."""
     every = all_marked(root)
     tables = [marked.at("no file holds this table, as its text says") for marked in every if not marked.has_file]
     phrases = [
@@ -117,20 +118,20 @@ def without_file(root: Path) -> list[str]:
 
 
 def problems(root: Path = ROOT, results: Path = RESULTS) -> list[str]:
-    """Return what differs from the results, what no file holds, and what has to be claimed and is not."""
+    """Return figures that differ from the results, that are in no file, or that are not declared but must be."""
     every = all_marked(root)
     wrong = [problem for marked in every for problem in differences(marked, results)]
     return [*wrong, *_unclaimed_headlines(root, every), *_unclaimed_tables(root, every)]
 
 
 def all_marked(root: Path) -> list[Marked]:
-    """Return the marked texts of all pages."""
+    """Return all comments of all pages, each with its text."""
     pages = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
     return [marked for path in pages for marked in marked_in(path.read_text(), path.relative_to(root).as_posix())]
 
 
 def marked_in(text: str, page: str) -> Iterator[Marked]:
-    """Yield the marked texts of a page."""
+    """Yield the comments of a page, each with its text."""
     for comment in COMMENT.finditer(text):
         rest = text[comment.end() :]
         end = END.search(rest)
@@ -141,7 +142,7 @@ def marked_in(text: str, page: str) -> Iterator[Marked]:
 
 
 def differences(marked: Marked, results: Path) -> list[str]:
-    """Return the claims of one text that are wrong, or that cannot be computed."""
+    """Return the declarations of one text that are wrong or cannot be computed."""
     if not marked.has_file:
         return [] if NO_FILE in _flat(marked.text) else [marked.at(f'the text does not say "{NO_FILE}"')]
     names, found, rows = dict[str, Any](), list[str](), iter(table_rows(marked.text))
@@ -166,7 +167,7 @@ def lines_of(marked: Marked) -> list[str]:
 
 
 def table_rows(text: str) -> list[list[str]]:
-    """Return the cells of the rows of all tables, without their heads."""
+    """Return the cells of all table rows, without header rows."""
     rows = list[list[str]]()
     lines = text.splitlines()
     for number, line in enumerate(lines):
@@ -178,18 +179,18 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 def agrees(shown: str, value: float) -> bool:
-    """Return whether a number on a page is `value`, as rounded there."""
+    """Return whether a number on a page is `value`, rounded to the digits shown."""
     half_a_digit: float = 0.5 / 10 ** len(shown.partition(".")[2])
     return abs(value - float(shown.replace(",", ""))) <= half_a_digit * (1 + 1e-9)
 
 
 def numbers(text: str) -> list[str]:
-    """Return the numbers of a text, without those in code, addresses and dates."""
+    """Return the numbers in a text, except those in code, links and dates."""
     return NUMBER.findall(CODE.sub(" ", text.replace(r"\|", " ")))
 
 
 def computed(expression: str, names: Mapping[str, Any]) -> list[float]:
-    """Return the values of an expression."""
+    """Evaluate an expression."""
     try:
         tree = ast.parse(expression, mode="eval").body
     except SyntaxError as error:
@@ -282,7 +283,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _entry(held: Any, key: Any) -> Any:
-    """Return what is held under a key, at a position, by the only item that contains the words, or by each item."""
+    """Look up a key, a position, or the only item that contains the words; in a list, look up the key in each item."""
     if isinstance(held, dict) and key in held:
         return held[key]
     if isinstance(held, list) and isinstance(key, int) and key < len(held):

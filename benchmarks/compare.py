@@ -1,7 +1,7 @@
 """The demo's task, model and seed in every mode, and a table of costs and results.
 
-Each mode is one `bridge run` in its own process. Exits with 1 if a mode does not learn or, on a CPU, if two modes that
-compute the same numbers disagree (a GPU's order of summation depends on its load). Absolute times on a CPU mean
+Each mode is one `bridge run` in its own process. The exit code is 1 if a mode does not learn or, on a CPU, if two modes
+that compute the same numbers disagree (a GPU's order of summation depends on its load). Absolute times on a CPU mean
 little.
 
     python -m benchmarks.compare --steps 60 --restarts 6
@@ -34,12 +34,12 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "lora_only, memory": (*LORA, "--lora-handover", "memory"),
     "lora_only, disk": (*LORA, "--lora-handover", "disk"),
 }
-"""Row of the table -> flags of its run."""
+"""Flags of each run, by the name of its row in the table."""
 SAME_WAY = (("shared_vllm", "none"), ("lora_only, memory", "lora_only, disk"))
 """Pairs of modes that train the same parameters and publish them differently."""
 TASK = ("--environment", "arithmetic", "--batch-size", "128", "--max-new-tokens", "4", "--eval-samples", "16")
 LEAST_GAIN = 0.1
-"""Minimum gain in held-out reward of a full run."""
+"""Minimum gain in held-out reward over a full run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,11 @@ class Row:
     mode: str
     """Mode and way of publishing."""
     steps: int
-    """Steps."""
+    """Number of steps."""
     sync_ms: float
     """Time between an update and the first token after it, without the write: median over steps, in ms."""
     weight_bytes: int
-    """Weights that the trainer holds besides the server's."""
+    """Bytes of weights that the trainer holds besides the server's."""
     trainer_peak_gib: float
     """Peak memory of the trainer in GiB: of the GPU, or of the process on a CPU."""
     reward_before: float
@@ -69,11 +69,11 @@ class Agreement:
     runs: tuple[str, str]
     """The two modes."""
     steps: int
-    """Steps of both runs."""
+    """Number of steps in both runs."""
     same_rollouts: int
-    """Steps with identical sampled tokens."""
+    """Number of steps with identical sampled tokens."""
     same_rewards: int
-    """Steps with identical mean reward."""
+    """Number of steps with identical mean reward."""
     reward_diff_max: float
     """Largest difference in mean reward of a step."""
 
@@ -98,7 +98,7 @@ def row(mode: str, steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
 
 
 def agree(runs: tuple[str, str], one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Agreement:
-    """Compare two runs step by step, up to the shorter one."""
+    """Compare two runs step by step, as far as the shorter one goes."""
     pairs = list(zip(one, other, strict=False))
     return Agreement(
         runs=runs,
@@ -121,7 +121,7 @@ def run(folder: Path, model: Path, flags: Sequence[str]) -> tuple[list[dict[str,
     """Train in a separate process; return its metrics and summary."""
     made = RunDirectory(folder)
     paths = ["--run-dir", str(folder), "--vllm-config-path", str(made.manifest), "--port", str(free_port(HOST))]
-    share = ["--gpu-memory-utilization", "0.2"]  # of a GPU, for a model of a megabyte
+    share = ["--gpu-memory-utilization", "0.2"]  # enough for a model of a megabyte
     eager = [] if torch.cuda.is_available() else ["--", "--enforce-eager"]  # compiling takes longer than all steps
     command = [sys.executable, "-c", BRIDGE, "run", "--model", str(model), *TASK, *paths, *flags, *share, *eager]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,18 +1,19 @@
-r"""FP8 on one GPU in parts: making it of a model's weights, and the products that vLLM's kernels compute with it.
+r"""The parts of FP8 on one GPU: quantizing a model's weights, and the matrix products of vLLM's FP8 kernels.
 
     python -m benchmarks.fp8 --sizes 7b --rows 64
     python -m benchmarks.fp8 --sizes 7b --generation fp8_per_block fp8_per_channel --requests 64
 
-For each size, memory for the linear layers of the whole model is filled, so that no cache holds them. `refresh` is
-what an update adds inside the fence. `products` is one pass of so many rows through all of these layers, in a CUDA
-graph, with the rounding of the inputs: in bf16, and by each of vLLM's kernels. A kernel that is missing here says why.
+For each size, the linear layers of the full model are in memory, so that no cache holds them. `refresh` is the time
+that an update adds inside the fence. `products` is one pass of the given number of rows through all of these layers, in
+a CUDA graph, including the rounding of inputs: in bf16, and with each of vLLM's kernels. A kernel that cannot run here
+is listed with the reason.
 
-Inputs are rounded by kernels of their own here, one before each product. A compiled server rounds them in the kernel of
-the norm or activation before it, except after attention, so `products` is an upper bound of what it takes there.
+Inputs are rounded here by a separate kernel before each product. A compiled server rounds them in the kernel of the
+preceding norm or activation, except after attention, so `products` is an upper bound for a server.
 
-With `--generation`, servers generate instead, in turns on the same GPU and as in a run (groups of 8 completions, with
-log-probabilities): one in bf16, and one for each way of FP8. What DeepGEMM compiles for a shape of a request is made
-in the first round, which is not counted.
+With `--generation`, servers on the same GPU generate in alternation, as in a run (groups of 8 completions, with
+log-probabilities): one in bf16, and one for each kind of FP8. DeepGEMM compiles for the shapes of the requests in the
+first round, which is not counted.
 
 Not covered: whole steps, for which the flag `--quantization` goes into `--ours` of `grpo.py`:
 
@@ -45,7 +46,7 @@ from bridge.weights import fp8
 
 HOWS: tuple[Quantization, ...] = ("fp8_per_block", "fp8_per_channel")
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Inputs, values, scales -> outputs."""
+"""A matrix product: (inputs, values, scales) -> outputs."""
 ROUNDS = 20
 
 
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds."""
+    """Return the milliseconds of refreshes and products for one size."""
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 50 for shape in shapes(size)]
     num_bytes = sum(weight.nbytes for weight in weights)
     result: dict[str, Any] = {"gib": num_bytes / 2**30, "refresh": {}, "products": {}}
@@ -85,7 +86,7 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generation(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return tokens/s of each server and round, and the median of its ratios to bf16 by round."""
+    """Return tokens/s of each server and round, and the median of the per-round ratios to bf16."""
     names: list[Quantization | None] = [None, *options.generation]
     with TemporaryDirectory(prefix="bridge-bench-") as scratch, ExitStack() as running:
         model, urls = make_model(size, Path(scratch) / "model"), list[str]()
@@ -157,7 +158,7 @@ def products(how: Quantization) -> Iterator[tuple[str, Product]]:
 
 
 def passed(product: Product, weights: list[tuple[Tensor, Tensor]], rows: int) -> float | str:
-    """Return the milliseconds of one pass through all layers, or why there is none."""
+    """Return the milliseconds of one pass through all layers, or the reason why it failed."""
     inputs = {values.shape[1]: torch.randn(rows, values.shape[1], device="cuda").bfloat16() for values, _ in weights}
 
     def run() -> None:

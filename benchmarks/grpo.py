@@ -26,33 +26,33 @@ Bridge loses no update, and `--ours` selects the moments. All prompts have one l
 `--trl "16 --on-bridge"` TRL's trainer works on Bridge's one copy of the weights (`bridge.for_trl`), without importance
 weights: the same as "16 --no-correction".
 
-With `--lengths`, completions end at lengths with a long tail: a cap for each completion of a prompt, the same on both
-sides, which take the prompts in the same order. Steps then differ, and figures are means instead of medians. TRL pads
-a whole step to its longest completion, so its steps take several times as long: `--trl-steps` limits them. With
-staleness, `generate` is the time that the trainer waited for completions; give more warm-up steps than
-`--max-staleness`: the first one waits for its longest completion, and the next find theirs.
+With `--lengths`, completion lengths have a long tail: each completion of a prompt has its own cap, the same on both
+sides, which use the prompts in the same order. Steps then differ, and figures are means instead of medians. TRL pads a
+full step to its longest completion, so its steps take several times as long; `--trl-steps` limits them. With staleness,
+`generate` is the time that the trainer waited for completions. Use more warm-up steps than `--max-staleness`, since the
+first step waits for its longest completion, and the following ones find theirs finished.
 
 TRL's fast settings are flags of a variant: `--sleep` (vLLM drops its weights and KV cache during training),
 `--attention flash` (FlashAttention 2 by torch's kernel, which Bridge uses as well), `--compile layers` or `model`
-(`torch_compile`) and `--liger`. Which is the fastest depends on the shapes: give several, Bridge is compared with the
-best.
+(`torch_compile`) and `--liger`. The fastest combination depends on the shapes: give several, and Bridge is compared
+with the best one.
 
-Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
-by its share; the next column is what `bridge plan` predicts. A side whose KV cache sleeps (`--sleep`, and `--kv-sleep
-always` of Bridge) has the whole peak alone: it may be that of a time without the cache. Bridge uses free memory for
-activations unless a variant limits it. A run that fails, or for which no time is left, becomes a row that says so.
+Memory is the device's peak above its level before the run, without the KV cache, which either engine sizes by its
+share; the next column is the prediction of `bridge plan`. For a side whose KV cache sleeps (`--sleep`, or Bridge's
+`--kv-sleep always`) only the full peak is shown, since it may be from a time without the cache. Bridge uses free memory
+for activations unless a variant limits it. A run that fails, or for which no time is left, becomes a row that says so.
 
-Of Bridge's runs the row also has trained tokens per second and GPU of the passes and the update alone, their MFU (of
-experts, those that a token is routed to), the k3 KL divergence between vLLM and the trainer, and of a mixture of
-experts with router replay the share of choices that the trainer would have made otherwise; means over the steps.
-`--dummy-weights` are vLLM's, spread by `_dummy_weights.py` so that experts are chosen by their scores.
+Rows of Bridge also have, as means over the steps: trained tokens per second and GPU in only the passes and the update,
+their MFU (counting only the experts that a token is routed to), the k3 KL divergence between vLLM and the trainer, and
+for a mixture of experts with router replay, the share of choices that the trainer would have made differently.
+`--dummy-weights` are vLLM's, refilled by `_dummy_weights.py` so that experts are chosen by their scores.
 
-`to step 1` and `to warm` are seconds from the command to the end of its first and of its last warm-up step, so that
-start and compilation stand beside the steps; the file has the end of every step.
+`to step 1` and `to warm` are the seconds from the command to the end of the first and of the last warm-up step, which
+show startup and compilation; the file has the end of every step.
 
-With `--gpus N` in a variant, a step has N times as many completions: N processes of TRL by torchrun, N servers of
-Bridge, or fewer with `--tensor-parallel-size T`. `scaling` is the gain in tokens/s over the same variant without these
-flags, if that is measured, too; `speed` compares with TRL on as many GPUs; memory is that of the first GPU. With
+With `--gpus N` in a variant, a step has N times as many completions: N TRL processes started by torchrun, or N Bridge
+servers (fewer with `--tensor-parallel-size T`). `scaling` is the gain in tokens/s over the same variant without these
+flags, if that is also measured; `speed` compares with TRL on the same number of GPUs; memory is the first GPU's. With
 `--async` (TRL's AsyncGRPO), `--server` (TRL's server mode) and `--trainer-device cuda:1` (Bridge), one GPU generates
 and the other one trains.
 
@@ -86,10 +86,10 @@ OURS = (
     "adamw-8bit --micro-batch-tokens 2176 --gradient-checkpointing",
     "adamw-4bit --micro-batch-tokens 8704 --gradient-checkpointing",
 )
-"""One group per micro-batch with its activations kept; little state, to fit 7B; and four groups per micro-batch, which
-keeps a GPU busy at 1.5B."""
+"""One group per micro-batch with kept activations; recomputed activations, to fit 7B; and four groups per micro-batch,
+which keep a GPU busy at 1.5B."""
 LEAST_S = 30.0
-"""No run starts with less time left than this."""
+"""No run starts if less time than this is left."""
 
 
 def main() -> None:
@@ -152,7 +152,7 @@ class Bench:
     used_bytes: Callable[[], int] | None = field(default_factory=_gpu_memory.reader)
 
     def measure(self, size: str) -> None:
-        """Run all sides in turn on one model."""
+        """Run all sides on one model, one after the other."""
         with TemporaryDirectory(prefix="bridge-bench-") as scratch:
             model = Path(self.options.models or scratch, f"{size}-{DUMMY}" if self.options.dummy_weights else size)
             if not model.exists():

@@ -1,20 +1,20 @@
-r"""Learning on word problems with a pretrained model: Bridge beside TRL's colocate mode, against steps and minutes.
+r"""Learning on word problems with a pretrained model: Bridge and TRL's colocate mode, by steps and by minutes.
 
     python -m benchmarks.learning --model smollm2 --seeds 0 1 2
     python -m benchmarks.learning --model smollm2 --seeds 0 1 2 --at-once 3 --share 0.1 --kv-gib 4 --limit-s 560
     python -m benchmarks.learning --model tiny --steps 2 --completions 16 --group 4 --tokens 8   # a try, also on a CPU
 
-Both sides train all weights of the same model, on the same problems in the same order, with as many completions a
-step, the same constant learning rate, loss and clipping, and float32 moments. Bridge keeps an exact float32 master of
-its bf16 weights in 12 bytes per parameter; TRL, as it loads a model by default, has float32 weights in 12 bytes, and
-vLLM's copy in bf16. Accuracy is the share of held-out problems whose greedy answer is right. Evaluations are left out
-of the minutes, which begin with the first step (`minutes`) or with the command (`minutes_of_command`): an outside
-clock stamps what either side prints.
+Both sides train all weights of the same model, on the same problems in the same order, with the same number of
+completions per step, the same constant learning rate, loss and clipping, and float32 moments. Bridge keeps an exact
+float32 master of its bf16 weights in 12 bytes per parameter; TRL, with its default model loading, has float32 weights
+in 12 bytes, and vLLM's copy in bf16. Accuracy is the share of held-out problems whose greedy answer is right. Minutes
+exclude evaluations, and count from the first step (`minutes`) or from the command (`minutes_of_command`): an outside
+clock timestamps what either side prints.
 
-A seed sets the order of the problems and the sampling. `--at-once` runs several seeds of one side side by side on the
-GPU, each with `--share` of its memory for vLLM and a KV cache of `--kv-gib`, which a vLLM cannot measure while another
-one starts: then both sides share the GPU in the same way. What has a result in the folder `--out` is not run again, so
-a call that ran out of time can be repeated; other settings need another folder.
+A seed determines the order of the problems and the sampling. `--at-once` runs several seeds of one side concurrently on
+the GPU, each with `--share` of its memory for vLLM and a KV cache of `--kv-gib`, since a vLLM cannot measure memory
+while another one starts; both sides then share the GPU in the same way. Runs with a result in the folder `--out` are
+skipped, so a call that ran out of time can be repeated; different settings need a different folder.
 
 Not covered: speed of large models (`grpo.py`), continuous rollouts (`staleness.py`).
 """
@@ -40,11 +40,11 @@ TASK = "word_problems"
 SideName = Literal["bridge", "trl"]
 SIDES: tuple[SideName, ...] = get_args(SideName)
 SETTINGS = ("steps", "completions", "group", "tokens", "lr", "temperature", "interval", "at_once", "ours", "trl")
-"""What a result depends on, apart from model, side and seed."""
+"""Options that affect a result, besides model, side and seed."""
 LEAST_S = 60.0
-"""No run starts with less time left than this, or than the longest run took so far."""
+"""No run starts if less time than this, or than the longest run so far took, is left."""
 GAIN_STEP = 0.05
-"""Gains in accuracy for which minutes are compared are multiples of this."""
+"""Minutes are compared for gains in accuracy that are multiples of this."""
 ROUNDING = 1e-9
 Row = dict[str, Any]
 Points = Sequence[Mapping[str, float]]
@@ -103,7 +103,7 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def earlier(settings: Mapping[str, Any], out: Path) -> list[Row]:
-    """Return the rows of the newest file in `out` of this hardware; empty if there is none."""
+    """Return the rows of the newest file in `out` for this hardware; empty if there is none."""
     hardware = _results.document("learning", {})["hardware"]
     for file in sorted(out.glob("learning-*.json"), reverse=True):
         document = json.loads(file.read_text())
@@ -121,10 +121,10 @@ class Bench:
     options: argparse.Namespace
     scratch: Path
     deadline: float
-    """On the monotonic clock."""
+    """Deadline on the monotonic clock."""
 
     def side_by_side(self, side: SideName, seeds: Sequence[int]) -> list[Row]:
-        """Train with all `seeds` at once, and return a row for each run that did not fail."""
+        """Train with all `seeds` concurrently, and return a row for each run that did not fail."""
         with ThreadPoolExecutor(len(seeds)) as threads:
             return [row for row in threads.map(lambda seed: self._trained(side, seed), seeds) if row is not None]
 
@@ -159,7 +159,7 @@ class Bench:
 
 
 def curve(run: Run) -> Iterator[dict[str, float]]:
-    """Yield each evaluation with the minutes of the steps before it, and with those and the start of the command."""
+    """Yield each evaluation with the minutes spent in the steps before it, without and with the command's startup."""
     start_s, trained_s, previous = 0.0, 0.0, run.begun
     for stamp, line in zip(run.stamps, run.lines, strict=True):
         evaluation = line.get("evaluation")
@@ -176,7 +176,7 @@ def curve(run: Run) -> Iterator[dict[str, float]]:
 
 
 def steps_of(run: Run) -> list[dict[str, float]]:
-    """Return what both sides print of a step."""
+    """Return the lines about steps, which both sides print."""
     names = {"tokens": "tokens", "tokens_generated": "tokens", "reward_mean": "reward"}
     return [
         {short: line[name] for name, short in names.items() if name in line}
@@ -199,7 +199,7 @@ def points_of(rows: Sequence[Row], side: str) -> list[Points]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return medians and ranges over the seeds of each side, and the minutes in which accuracy rises by so much."""
+    """Return each side's medians and ranges over the seeds, and the minutes until accuracy has risen by each gain."""
     sides = [side for side in SIDES if points_of(rows, side)]
     runs = [row["points"] for row in rows]
     start = statistics.median(points[0]["accuracy"] for points in runs)
@@ -219,7 +219,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def minutes_to(points: Points, accuracy: float, name: str) -> float:
-    """Return when a run first reached `accuracy`, between two evaluations by a straight line."""
+    """Return when a run first reached `accuracy`, with linear interpolation between evaluations."""
     for before, after in pairwise(points):
         if after["accuracy"] >= accuracy - ROUNDING:
             rise = after["accuracy"] - before["accuracy"]
@@ -233,7 +233,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def table(results: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row per side and one with the ratios: accuracy, and minutes in which it rose by so much."""
+    """Return a row per side, and one of ratios: accuracy, and the minutes until it had risen by each gain."""
     gains, minutes = results["gains"], results["minutes_to_gain"]
     lines = [["", "seeds", "before", "after", *(f"+{100 * gain:.0f} points" for gain in gains)]]
     for side, points in results["curves"].items():

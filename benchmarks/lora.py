@@ -1,11 +1,11 @@
-"""LoRA hot-swap on one GPU: generation against stock vLLM, both ways of publishing, parity after training.
+"""LoRA hot-swapping on one GPU: generation compared with stock vLLM, both ways of publishing, parity after training.
 
     python -m benchmarks.lora --size 1.5b --rank 16
 
 Stock vLLM with `--enable-lora` and `bridge serve-vllm --max-lora-rank` serve the same random-weight Qwen2 side by
 side, both with CUDA graphs and torch.compile. An adapter on all linear layers is trained for three steps and published
-repeatedly, in both ways; the server is compared with base plus saved adapter in plain PEFT; and both servers generate
-with the same adapter in turns. `--base` adds generation without an adapter.
+repeatedly, in both ways; the server is compared with the base model and the saved adapter in PEFT; and both servers
+generate with the same adapter, alternately. `--base` adds generation without an adapter.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Sampled:
 
 
 def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sampled: Sampled) -> dict[str, Any]:
-    """Train three steps in one way, publish repeatedly, and compare with plain PEFT."""
+    """Train three steps with one way of publishing, publish repeatedly, and compare with PEFT."""
     config = TrainConfig.model_validate(
         {
             "model_name": str(model), "mode": "lora_only", "lora_handover": way, "lora_r": options.rank,
@@ -118,7 +118,7 @@ def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sa
 
 
 def adapter_bytes(checkpoint: Path, way: str) -> int:
-    """Return the bytes of the trainer's own adapter: none with `memory`."""
+    """Return the bytes of the trainer's own copy of the adapter; 0 with `memory`."""
     return 0 if way == "memory" else sum(tensor.nbytes for tensor in load(checkpoint).values())
 
 
@@ -128,7 +128,7 @@ def load(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
-    """Publish an unchanged adapter repeatedly; return ms, with and without the first token."""
+    """Publish an unchanged adapter repeatedly; return the milliseconds, with and without the first token."""
     mode = WAYS[config.way](config, RunContext(name=str(run.path), scratch=run.served))
     try:
         mode.open()
@@ -156,7 +156,7 @@ def first_token(endpoint: Endpoint) -> None:
 
 
 def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: Path) -> dict[str, Any]:
-    """Generate on both servers in turns: stock vLLM with the saved adapter, Bridge with the slot it was trained in."""
+    """Generate on both servers alternately: stock vLLM with the saved adapter, Bridge with the trained slot."""
     with VllmClient(urls[0], timeout_s=60) as plain:
         plain.load_adapter(ADAPTER, adapter)
     stock_rates, patched_rates = rates(urls, options, (ADAPTER, protocol.ADAPTER))
@@ -167,7 +167,7 @@ def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: P
 
 
 def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[str, float]:
-    """Compare the server's log-probs with base plus saved adapter in plain PEFT."""
+    """Compare the server's log-probs with those of the base model and the saved adapter in PEFT."""
     base = folder / "base"
     if not base.is_dir():
         base.mkdir()
@@ -186,7 +186,7 @@ def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[
 
 
 def newest_adapter(sampled: Sampled) -> str:
-    """Return the name of the adapter that is served besides the base model."""
+    """Return the name of the adapter that the server offers besides the base model."""
     with VllmClient(sampled.url) as server:
         return next(model.id for model in server.models() if model.id.startswith(protocol.ADAPTER))
 

@@ -2,8 +2,8 @@
 
 Every optimizer trains the demo's model in place on one live server, from the same weights with the same seed. The
 reference holds a float32 master of every weight, updates it with torch's AdamW, and rounds it into the live weight;
-`bf16` is torch's AdamW on the live bf16 weights. Compared: rewards, the distance from the first weights relative to
-the reference, and the cosine with its direction.
+`bf16` is torch's AdamW on the live bf16 weights. Rewards are compared, the distance from the initial weights relative
+to the reference's, and the cosine with its direction.
 
 Runs on a CPU, about two minutes per optimizer.
 """
@@ -44,9 +44,9 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "adamw-8bit": {"optimizer": "adamw-8bit"},
     "adamw-4bit": {"optimizer": "adamw-4bit"},
 }
-"""Name -> flags of `bridge train`."""
+"""Configuration of each of Bridge's optimizers, by name."""
 LAST_STEPS = 20
-"""Last steps whose mean reward is compared, because single steps are noisy."""
+"""The mean reward of this many last steps is compared, because single steps are noisy."""
 
 
 class Rival(InPlaceOptimizer):
@@ -93,7 +93,7 @@ def _parser() -> Any:
 
 
 def measure(names: Sequence[str], steps: int, lr: float, folder: Path) -> list[dict[str, Any]]:
-    """Train with each optimizer on one server, always from the first weights; return a row for each."""
+    """Train with each optimizer on one server, always from the initial weights; return one row each."""
     model = demo_model_folder()
     serve = ServeConfig(
         model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=folder / manifest.MANIFEST_NAME
@@ -118,7 +118,7 @@ def measure(names: Sequence[str], steps: int, lr: float, folder: Path) -> list[d
 
 
 def _config(model: Path, exported: Path, folder: Path, steps: int, lr: float, name: str) -> TrainConfig:
-    """Return the demo's configuration with another learning rate."""
+    """Return the demo's configuration with this learning rate and optimizer."""
     return TrainConfig.model_validate(
         {
             "model_name": str(model), "training_steps": steps, "lr": lr, "batch_size": 128, "max_new_tokens": 4,

@@ -1,4 +1,4 @@
-"""A host with several GPUs: speed of 1, 2, 4 and 8, large models, and replicas that stay equal and outlive a loss.
+"""A host with several GPUs: speed on 1, 2, 4 and 8, large models, and replicas that stay equal and survive losses.
 
     python -m benchmarks.node --gpus 8
     python -m benchmarks.node --gpus 8 --limit-s 560                     # again, to go on where the time was up
@@ -7,13 +7,13 @@
 
 - `fixed`, `long-tail`: `grpo.py` with completions of 256 tokens, and with lengths of a long tail in a stream, on 1, 2,
   4, ... GPUs and on two replicas of two; the work grows with the GPUs.
-- `sizes`: models of 14, 32 and 72 billion parameters in as many parts as they need. Beside the peak of a GPU's memory,
-  without the KV cache, stands what `bridge plan` predicts for it.
+- `sizes`: models of 14, 32 and 72 billion parameters in as many parts as they need. The peak of a GPU's memory, without
+  the KV cache, is shown next to the prediction of `bridge plan`.
 - `replicas`: the proofs of `replicas.py`, on at most four GPUs.
 
-Runs start side by side on GPUs of their own as soon as there are enough free ones, the largest first. What has a result
-in the folder `--out` is not run again, and nothing starts that would not end before `--limit-s`. Weights are vLLM's
-dummies, except in the proofs.
+Runs start on separate GPUs as soon as enough of them are free, the largest first. Runs with a result in the folder
+`--out` are skipped, and so are runs that would not end before `--limit-s`. Weights are vLLM's dummies, except in the
+proofs.
 
 Not covered: several hosts.
 """
@@ -37,15 +37,15 @@ from bridge.processes import accelerator, children
 from bridge.processes.children import Child
 
 FIXED_S, LONG_S, SIZES_S, REPLICAS_S = 130, 300, 200, 200
-"""Seconds of a run of each kind: none starts with less time left."""
+"""Seconds that a run of each kind takes; no run starts if less time is left."""
 KEPT_GIB = 100
-"""Memory of a GPU from which on completions of 256 tokens are trained without recomputing."""
+"""With more GPU memory than this, completions of 256 tokens are trained without recomputing activations."""
 MICRO_BATCH, LONG_MICRO_BATCH = 2176, 8704
-"""Tokens of a micro-batch, for each GPU that shares a copy of the weights."""
+"""Tokens per micro-batch, for each GPU that shares a copy of the weights."""
 REHEARSED = "--completions", "8", "--tokens", "16", "--steps", "2"
-"""The work without a GPU."""
+"""The work of a trial without a GPU."""
 GROUPS_IN_FLIGHT, SEQUENCES = 48, 256
-"""Of a stream, for each GPU."""
+"""A stream's groups in flight, and vLLM's sequences, per GPU."""
 LENGTHS = "lognormal:600:0.6:4096"
 LARGE: Mapping[str, tuple[str, int, int, int, str]] = {
     "14b": ("14b", 2, 2, 64, "adamw"),
@@ -53,26 +53,26 @@ LARGE: Mapping[str, tuple[str, int, int, int, str]] = {
     "32b-exact": ("32b", 4, 4, 32, "adamw --kv-sleep always"),
     "72b": ("72b", 4, 8, 16, "adamw-4bit"),
 }
-"""Model, parts at least and at most, completions for each GPU, and choices."""
+"""For each large model: its size, the smallest and largest number of parts, completions per GPU, and settings."""
 PROOF_GPUS = 4
 POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run: a benchmark and its result."""
+    """One benchmark run and its result."""
 
     kind: str
     name: str
-    """Of its row, and of its folder."""
+    """Name of the row and of the folder."""
     gpus: int
     seconds: float
-    """How long it takes, at most."""
+    """Longest expected duration."""
     argv: tuple[str, ...]
-    """After `python -m`."""
+    """Arguments after `python -m`."""
 
     def result(self, out: Path) -> dict[str, Any] | None:
-        """Return its row; None if it did not run yet, or failed."""
+        """Return the row of the run; None if it has not run yet, or failed."""
         for file in sorted(out.joinpath(self.name).glob("*.json"), reverse=True):
             results = json.loads(file.read_text())["results"]
             if self.argv[0] == "benchmarks.replicas":
@@ -84,7 +84,7 @@ class Measurement:
 
 
 def main() -> None:
-    """Run everything that has no result yet, and write all results in the end."""
+    """Run everything that has no result yet, and write all results at the end."""
     flags = _flags()
     options = flags.parse_args()
     num_gpus = len(accelerator.gpu_memory_bytes())
@@ -115,7 +115,7 @@ def _flags() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What is measured, and where."""
+    """The host, the measurements and their folders."""
 
     gpus: int
     size: str | None
@@ -126,7 +126,7 @@ class Host:
     """Folder of the results."""
 
     def counts(self) -> Iterator[tuple[int, int]]:
-        """Yield numbers of GPUs, and of parts: 1, 2, 4, ... replicas, and two of two parts."""
+        """Yield (number of GPUs, number of parts): 1, 2, 4, ... replicas, and two replicas of two parts."""
         yield from ((count, 1) for count in (1, 2, 4, 8) if count <= self.gpus)
         if self.gpus >= 4:
             yield 4, 2
@@ -139,7 +139,7 @@ class Host:
             yield self._grpo("fixed", _name("fixed", count, parts), "7b", choices, seconds=FIXED_S)
 
     def long_tail(self) -> Iterator[Measurement]:
-        """Yield the runs of a stream of completions with a long tail."""
+        """Yield the runs with a stream of completions whose lengths have a long tail."""
         for count, parts in self.counts():
             choices = f"adamw-8bit --micro-batch-tokens {LONG_MICRO_BATCH * parts} --gradient-checkpointing"
             choices += f" --max-staleness 8 --groups-in-flight {GROUPS_IN_FLIGHT * count}{_several(count, parts)}"
@@ -191,7 +191,7 @@ KINDS: Mapping[str, Callable[[Host], Iterator[Measurement]]] = {
 
 
 def side_by_side(runs: Sequence[Measurement], gpus: int, out: Path, *, deadline: float) -> None:
-    """Start the runs, the largest first, each on its own GPUs, and print how it ended."""
+    """Start the runs, the largest first, each on its own GPUs, and print how each one ended."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     free = shown.split(",")[:gpus] if shown else [str(number) for number in range(gpus)]
     waiting = sorted(runs, key=lambda run: -run.gpus)
@@ -226,7 +226,7 @@ def _start(run: Measurement, taken: Sequence[str], out: Path) -> Child:
 
 
 def table(runs: Sequence[Measurement], results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for every run of `grpo.py`: speed against one GPU, and memory against the planned one."""
+    """Yield a row for every run of `grpo.py`: speed relative to one GPU, and measured and planned memory."""
     yield "", "GPUs", "tokens/s", "step s", "of one GPU", "peak GiB", "planned"
     for run in runs:
         row = results.get(run.name, {})
@@ -238,7 +238,7 @@ def table(runs: Sequence[Measurement], results: Mapping[str, Mapping[str, Any]])
 
 
 def _peak(run: Measurement) -> str:
-    """Return the figure to compare with the plan: a cache that sleeps is no part of the passes' memory."""
+    """Return the name of the peak to compare with the plan, which excludes a sleeping KV cache."""
     return "peak_device_gib" if any("--kv-sleep" in argument for argument in run.argv) else "peak_without_kv_gib"
 
 

@@ -1,15 +1,15 @@
-"""One copy on one GPU: attaching, the fence, parity after training, and the patches' cost to generation.
+"""One copy on one GPU: attaching, the fence, parity after training, and the patches' effect on generation speed.
 
     python -m benchmarks.one_copy --sizes 0.5b 7b
     python -m benchmarks.one_copy --sizes 7b --as-rollouts
     python -m benchmarks.one_copy --sizes qwen3-30b-a3b --generation-only --tensor-parallel-size 2 --share 0.44
 
 For each size, stock vLLM and `bridge serve-vllm` serve a random-weight model side by side, both with CUDA graphs and
-torch.compile, and generate in turns: single completions without log-probabilities, or with `--as-rollouts` what a run
-samples, groups with log-probabilities, each server by its own route. The trainer then attaches to the patched server,
-verifies it, trains three steps in place, and compares it with its own checkpoint in plain transformers; not with
-`--generation-only`. The weights are vLLM's dummies, spread by `_dummy_weights.py`. Stock vLLM chooses the kernels of
-experts itself, and `backends` are what both chose.
+torch.compile, and generate alternately: single completions without log-probabilities, or with `--as-rollouts` what a
+run samples, groups with log-probabilities, each server by its own route. Unless `--generation-only` is given, the
+trainer then attaches to the patched server, verifies it, trains three steps in place, and compares it with its
+checkpoint in transformers. The weights are vLLM's dummies, refilled by `_dummy_weights.py`. Stock vLLM chooses its own
+expert kernels; `backends` shows what both servers chose.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def backend(log: Path) -> str | None:
-    """Return which kernels of experts a server chose, from its log; None: it has no experts."""
+    """Return the expert kernels that a server chose, from its log; None: it has no experts."""
     chosen = re.search(r"Using (.+) Unquantized MoE (?:LoRA )?backend", log.read_text(errors="replace"))
     return chosen[1] if chosen else None
 

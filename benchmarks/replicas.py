@@ -1,14 +1,14 @@
-"""Replicas stay equal and outlive a loss: two proofs of runs on several GPUs of a host, or processes of a CPU.
+"""Replicas stay equal and survive losses: two tests of runs on several GPUs of a host, or in several CPU processes.
 
     python -m benchmarks.replicas --gpus 2
     python -m benchmarks.replicas --gpus 4 --parts 2 --proofs stays_equal
     python -m benchmarks.replicas --gpus 4 --size tiny                     # also without a GPU
 
-- `stays_equal`: 200 steps and more. The weights of all replicas have equal digests after each of them (a single replica
-  is compared with nothing), the memory of the GPU and of all processes is flat, and `bridge verify` passes before an
+- `stays_equal`: at least 200 steps. The weights of all replicas have equal digests after each step (if there is only
+  one replica, nothing is compared), GPU and process memory does not grow, and `bridge verify` passes before an
   interrupt ends the run.
-- `outlives_losses`: 60 steps with `--restarts 1`, in which first a server and then a rank is killed. All steps are
-  trained, in the end.
+- `outlives_losses`: 60 steps with `--restarts 1`, in which first a server and then a rank is killed. In the end all
+  steps have been trained.
 
 Not covered: several hosts; speed (`node.py`).
 """
@@ -40,9 +40,9 @@ STEPS = 200
 FAULT_STEPS = 60
 KILL_SERVER_AT, KILL_RANK_AT = 10, 30
 WARM_UP = 50
-"""Steps before memory is looked at."""
+"""Number of steps before memory is first read."""
 LOOK_EVERY = 25
-"""Steps: the memory of a GPU's processes takes seconds to read."""
+"""Number of steps between memory readings, since reading all processes' memory takes seconds."""
 MIB = 2**20
 
 
@@ -74,7 +74,7 @@ def _flags() -> argparse.ArgumentParser:
 
 @dataclass
 class ProofRun:
-    """A run of `bridge run` that somebody looks at, or disturbs, between its steps."""
+    """A `bridge run` that a test observes or disturbs between its steps."""
 
     model: Path
     folder: Path
@@ -102,12 +102,12 @@ class ProofRun:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of which there are metrics, in the order in which they were trained."""
+        """The steps that have metrics, in the order in which they were trained."""
         path = self.folder / "run" / "metrics.jsonl"
         return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for(self, step: int, meanwhile: Callable[[int], None] = lambda _: None) -> None:
-        """Return when `step` is trained, or the run ended; call `meanwhile` after each."""
+        """Wait until `step` is trained or the run has ended; call `meanwhile` after each step."""
         seen = 0
         while self.process.poll() is None and seen < step:
             if (steps := self.steps) and steps[-1] > seen:
@@ -124,11 +124,11 @@ class ProofRun:
         return next(process for process in ranks if process.environ()["RANK"] == str(number))
 
     def server_pid(self, log: Path) -> int:
-        """Return the process of the server that was started last, according to a rank's log."""
+        """Return the pid of the newest server, according to a rank's log."""
         return int(re.findall(r"starting vLLM \(pid (\d+)", log.read_text())[-1])
 
     def ended(self) -> dict[str, Any]:
-        """Wait for the end, and return how it ended."""
+        """Wait for the run to end, and return its outcome."""
         code = self.process.wait()
         steps = self.steps
         last = {} if code == 0 else {"output": self.output.read_text(errors="replace")[-2000:]}
@@ -136,9 +136,9 @@ class ProofRun:
 
 
 def equal_digests(folder: Path, gpus: int, parts: int) -> dict[str, int | None]:
-    """Return after how many steps all replicas had equal weights, part by part, from the records of the ranks.
+    """Return the number of steps, and after how many all replicas had equal weights, from the ranks' records.
 
-    `equal` is None with a single replica, which is compared with nothing.
+    Parts are compared separately. `equal` is None if there is only one replica.
     """
     of_rank: dict[int, dict[int, int]] = {}
     for file in folder.iterdir():
@@ -155,7 +155,7 @@ def equal_digests(folder: Path, gpus: int, parts: int) -> dict[str, int | None]:
 
 
 def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, Any]:
-    """Train `STEPS` steps or more, and return digests, growth of memory, and what `bridge verify` says meanwhile."""
+    """Train at least `STEPS` steps; return digests, memory growth, and the result of a concurrent `bridge verify`."""
     run = ProofRun(model, folder, gpus, parts, ["--training-steps", "100000", "--no-save-optimizer"])
     gpu_bytes = _gpu_memory.reader()
     mib: dict[str, list[float]] = {"processes": [], **({"gpu": []} if gpu_bytes else {})}
@@ -220,7 +220,7 @@ def _until_next_step(run: ProofRun) -> float:
 
 
 def _unique_bytes(process: psutil.Process) -> int:
-    """Return what only this process has in memory; nothing if it has just ended."""
+    """Return the memory that only this process uses; 0 if it has just ended."""
     try:
         return int(process.memory_full_info().uss)
     except psutil.NoSuchProcess:
@@ -228,7 +228,7 @@ def _unique_bytes(process: psutil.Process) -> int:
 
 
 def _growth(steps: Sequence[int], mib: Sequence[float]) -> float | None:
-    """Return the rise of the regression line."""
+    """Return the rise of the regression line over the steps."""
     if len(steps) < 2:
         return None
     return linear_regression(steps, mib).slope * (steps[-1] - steps[0])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.rollouts --groups 2000 --samples 8 --tokens 256 --per-call 2000 64
 
-A fake server in another process responds at once (`_fast_server.py`). Groups are dropped as they arrive, and resident
-memory is sampled. Its growth is the difference between the medians of the second and the third quarter; in the last
-quarter no request starts any more.
+A fake server in a separate process responds immediately (`_fast_server.py`). Groups are dropped as they arrive, and
+resident memory is sampled. Its growth is the difference between the medians of the second and the third quarter; in the
+last quarter no new requests start.
 
 Runs on a CPU in a minute.
 """
@@ -34,9 +34,9 @@ MIB = 2**20
 CPU_AIM_MS = 1.0
 """Maximum CPU time per completion, in ms."""
 GROWTH_AIM_MIB = 4.0
-"""Maximum growth of resident memory per quarter: what an allocator may keep."""
+"""Maximum growth of resident memory per quarter, which an allocator may keep."""
 READINGS = 48
-"""Maximum growth of memory over all groups."""
+"""Number of memory readings over all groups."""
 COLUMNS = {
     "cpu_ms": "CPU ms a completion", "seconds": "seconds", "completions_per_s": "completions/s", "rss_mib": "MiB",
     "growth_mib": "growth MiB", "num_retries": "retries",
@@ -60,7 +60,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--samples", type=int, default=8, help="completions of a group")
     flags.add_argument("--tokens", type=int, default=256, help="tokens of a completion")
     flags.add_argument("--per-call", type=int, nargs="+", default=[2000, 64], help="groups of a step")
-    flags.add_argument("--concurrency", type=int, default=256, help="requests under way at once")
+    flags.add_argument("--concurrency", type=int, default=256, help="requests in flight")
     return flags
 
 
@@ -123,7 +123,7 @@ class Memory:
             self.mib.append(self._process.memory_info().rss / MIB)
 
     def growth_mib(self) -> float:
-        """Return the growth from the second to the third quarter, by medians: memory in flight varies."""
+        """Return the growth from the second to the third quarter, as medians, since memory in flight varies."""
         quarter = len(self.mib) // 4
         second, third = (self.mib[number * quarter : (number + 1) * quarter] for number in (1, 2))
         return median(third) - median(second)

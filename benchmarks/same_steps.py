@@ -1,20 +1,20 @@
-"""Prove that a refactoring changed no number: record what training computes with one tree, and compare with another.
+"""Check that a refactoring changed no number: record what training computes in one tree, and compare with another.
 
     python -m benchmarks.same_steps record --tree ../before --out before.json
     python -m benchmarks.same_steps record --tree . --out after.json
     python -m benchmarks.same_steps compare before.json after.json --renamed grad_norm=gradient_norm
 
-`record` trains tiny models on the CPU, by every mode. It uses only the command line and the files of the run directory,
+`record` trains tiny models on the CPU, in every mode. It uses only the command line and the files of the run directory,
 so it works across trees whose modules moved. A recording holds every figure of metrics.jsonl, evaluations.jsonl,
 rollouts.jsonl and summary.json (`rollouts` in metrics.jsonl is the digest of the sampled token ids), and for each
 checkpoint its progress, the random state, and a SHA-256 of every tensor of the weights, the adapter and the optimizer.
 
-Make both recordings on the same machine with the same packages: other kernels round differently. A recording made with
---only counts its weight versions from fewer runs on the same server: compare it with another of the same scenarios.
+Make both recordings on the same machine with the same packages, since other kernels round differently. A recording made
+with --only has smaller weight versions, since fewer runs share the server: compare it with one of the same scenarios.
 
-Bridge does not seed torch's own generator, which draws the masks of --lora-dropout, so each process is seeded here.
+Bridge does not seed torch's global generator, which draws the masks of --lora-dropout, so each process is seeded here.
 
-Left out, because they cannot repeat:
+Left out, because they are not reproducible:
 - Times and memory. Only whether each is zero is recorded: a step that was not published has a publishing time of 0.
 - The scratch folder's path, the server's log, and events.log, whose lines are text for people.
 - Batches on the server. vLLM computes one sequence at a time here (--max-num-seqs 1, no prefix cache, one thread).
@@ -96,7 +96,7 @@ MODELS = {
     "reference": ("Qwen2Config", False, 2),
     "experts": ("Qwen3MoeConfig", False, 3),
 }
-"""Name -> transformers' configuration class, whether embeddings are tied, seed of the weights."""
+"""For each model by name: transformers' configuration class, whether embeddings are tied, and the weights' seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +104,13 @@ class Scenario:
     """One training run."""
 
     flags: str = ""
-    """Flags beside TRAINING."""
+    """Flags in addition to TRAINING."""
     model: str = "qwen2"
-    """One of MODELS."""
+    """A key of MODELS."""
     steps: int = STEPS
-    """Steps in total."""
+    """Total number of steps."""
     stop_after: int | None = None
-    """Step after which the run ends and is resumed."""
+    """The step after which the run ends and is resumed."""
 
 
 RUN = {
@@ -153,12 +153,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 GAIN = 0.1
 """Standard deviation of the weights of the model that takes images."""
 NOT_REPEATABLE = re.compile(r"(_s|_ms|_gib|seconds)$|memory")
-"""Names of times and memory."""
+"""Names of figures that are times or memory."""
 LONG = 200
 """Longer strings are hashed."""
 
 Figures = dict[str, dict[str, Any]]
-"""Place, such as `metrics of step 1` -> name -> value."""
+"""Values by name, grouped by their source, such as `metrics of step 1`."""
 
 
 def main() -> None:
@@ -240,7 +240,7 @@ class Bench:
             return self._trained("run", name, scenario, flags, ["--", *shlex.split(ENGINE)])
 
     def train(self, scenarios: Mapping[str, Scenario]) -> dict[str, Figures]:
-        """Train with `bridge train`, one scenario after the other on one server."""
+        """Train with `bridge train`, all scenarios one after the other on one server."""
         manifest, model, port = self._scratch / "manifest.json", self._scratch / "qwen2", free_port()
         serve = ["serve-vllm", "--model", str(model), "--port", str(port), "--max-model-len", "128"]
         serve += ["--vllm-config-path", str(manifest), "--", *shlex.split(ENGINE)]
@@ -344,7 +344,7 @@ def wait_until_ready(server: subprocess.Popen[bytes], manifest: Path, port: int)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process; after a minute, kill what is left of its group."""
+    """Terminate a process; after a minute, kill its process group."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -355,7 +355,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def read(run: Path, saved: Path, *, hidden: str = "") -> Figures:
-    """Return every figure of a run directory and its checkpoints, without the path `hidden`."""
+    """Return all figures of a run directory and its checkpoints, with the path `hidden` removed."""
     recording: Figures = {}
     for kind in ("metrics", "evaluations", "rollouts"):
         for document in documents(run / f"{kind}.jsonl"):
@@ -438,7 +438,7 @@ def compare(old: Path, new: Path, renamed: Mapping[str, str], expected: list[str
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], renamed: Mapping[str, str], path: tuple[str, ...] = ()
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Return the differences of two nested recordings; a key that only one has is a difference."""
+    """Return the differences between two nested recordings, including keys that only one of them has."""
     old = {renamed.get(key, key): value for key, value in old.items()}
     changes: list[tuple[tuple[str, ...], str]] = []
     for key in [*old, *(key for key in new if key not in old)]:
@@ -448,7 +448,7 @@ def differences(
             changes.append((here, f"only in the {which} recording{_shown(value)}"))
         elif isinstance(old[key], dict) and isinstance(new[key], dict):
             changes += differences(old[key], new[key], renamed, here)
-        elif json.dumps(old[key]) != json.dumps(new[key]):  # tells 0.0 from -0.0, and 1 from 1.0
+        elif json.dumps(old[key]) != json.dumps(new[key]):  # distinguishes 0.0 from -0.0, and 1 from 1.0
             changes.append((here, f"{json.dumps(old[key])} -> {json.dumps(new[key])}"))
     return changes
 

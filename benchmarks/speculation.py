@@ -1,9 +1,9 @@
-"""Speed of n-gram speculation on text that repeats: two servers on one GPU, asked in turns.
+"""Speed of n-gram speculation on repetitive text: two servers on one GPU, queried alternately.
 
     python -m benchmarks.speculation --size 1.5b --requests 8
 
-vLLM's dummy weights sampled greedily repeat themselves at once, so that every draft is accepted: the most that
-speculation can gain. With `--requests 256` it shows what drafts cost a busy server.
+With vLLM's dummy weights, greedy sampling repeats itself immediately, so that every draft is accepted: this is the most
+that speculation can gain. `--requests 256` shows what drafts cost a busy server.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from bridge.server.protocol import COMPLETIONS
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 PATTERN = 16
-"""Tokens of a prompt after which it repeats."""
+"""Number of tokens after which a prompt repeats itself."""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def measure(urls: tuple[str, str], model: str, count: int, options: argparse.Namespace) -> dict[str, float]:
-    """Return the medians of both servers, and of their ratios by round, after one round to warm up."""
+    """Return the medians of both servers and of the per-round ratios, after one warm-up round."""
     rates: list[list[float]] = [[], []]
     for number in range(options.rounds + 1):
         for index in sorted((0, 1), reverse=number % 2 == 1):
@@ -67,7 +67,7 @@ def measure(urls: tuple[str, str], model: str, count: int, options: argparse.Nam
 
 
 async def one_round(url: str, model: str, count: int, num_tokens: int) -> float:
-    """Sample greedily, with log-probabilities as rollouts have them; return tokens/s."""
+    """Sample greedily, with log-probabilities as in rollouts; return tokens/s."""
     prompts = [[5 + (number + position) % PATTERN for position in range(8 * PATTERN)] for number in range(count)]
     body = {"model": model, "max_tokens": num_tokens, "temperature": 0.0, "seed": 0, "n": 1}
     begun = time.perf_counter()

@@ -1,12 +1,12 @@
-"""What staleness costs in learning and gains in time: two tasks, several bounds and seeds, and naive clipping beside.
+"""The cost of staleness in learning and its gain in time: two tasks, several bounds and seeds, and naive clipping.
 
 Each run trains in place on one live server, from the same weights. `sums` is the demo's task. `counting` has long
 completions of very different lengths: for `17=20=` the model writes `17+18+19+20`, and the reward is the share of it
 that is right before the first error. Its model is warmed up by next-token prediction on right answers and on some with
-a slip. All runs of a task take the same number of steps and completions, and so train on about as many tokens.
+mistakes. All runs of a task take the same number of steps and completions, and so train on about as many tokens.
 
-`naive` clips the ratio to the policy that sampled a token, instead of weighting by it and clipping the ratio to the
-trainer's policy at the start of the batch.
+`naive` clips the ratio relative to the policy that sampled a token, instead of using importance weights and clipping
+the ratio relative to the trainer's policy at the start of the batch.
 
 On a GPU a run takes under a minute, on a CPU two; times need a machine with nothing else running.
 """
@@ -53,16 +53,16 @@ from tests.listener import Listener
 TASKS = ("sums", "counting")
 NAIVE = "naive"
 LAST_STEPS = 10
-"""Last steps whose mean reward is compared as well."""
+"""The mean reward of this many last steps is compared, too."""
 MOST_NUMBERS = 75
-"""Longest count, of 225 characters at most."""
+"""Most numbers in a count, which then has at most 225 characters."""
 WARM_UP_STEPS, WARM_UP_BATCH = 400, 32
 
 
 class Counting:
     """Counts from one number to another: `17=20=`, then `17+18+19+20`.
 
-    How many numbers there are is lognormal, with a median of 12 and a long tail.
+    The number of numbers is lognormal, with a median of 12 and a long tail.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Counting:
         return list(self._held_out)
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return the share of the longer of both that is right before the first error."""
+        """Return the share that is right before the first error, relative to the longer of answer and completion."""
         answer = problem["answer"]
         right = next((index for index, pair in enumerate(zip(answer, completion, strict=False)) if pair[0] != pair[1]),
                      min(len(answer), len(completion)))  # fmt: skip
@@ -99,13 +99,13 @@ class Row:
     seed: int
     reward_before: float
     reward_after: float
-    """Of held-out problems."""
+    """Mean reward of held-out problems after training."""
     reward_last: float
     tokens: int
-    """Tokens sampled for the steps."""
+    """Number of tokens sampled for the steps."""
     staleness_mean: float
     seconds: float
-    """Of all steps, without evaluations."""
+    """Seconds of all steps, without evaluations."""
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def measure(task: str, options: Any, folder: Path) -> Iterator[Row]:
-    """Train on one live server, always from the first weights."""
+    """Train on one live server, always from the initial weights."""
     folder.mkdir()
     model = demo_model_folder() if task == "sums" else counting_model()
     serve = ServeConfig(
@@ -177,7 +177,7 @@ def _config(task: str, model: Path, exported: Path, folder: Path, options: Any) 
 
 
 def trained(task: str, config: TrainConfig, clipping: str) -> Row:
-    """Train once."""
+    """Train once, and return the run's row."""
     steps: list[StepMetrics] = []
     run = RunDirectory.create(config.run_dir, environment=config.task.environment)
     with naive() if clipping == NAIVE else contextlib.nullcontext():
@@ -196,7 +196,7 @@ def trained(task: str, config: TrainConfig, clipping: str) -> Row:
 
 @contextlib.contextmanager
 def naive() -> Iterator[None]:
-    """Clip the ratio to the policy that sampled a token; its importance weight is then 1."""
+    """Clip the ratio relative to the policy that sampled a token; importance weights are then 1."""
 
     def clipped(
         logprobs: Tensor, _: Tensor, batch: MicroBatch, spec: LossSpec, reference: Tensor | None = None
@@ -230,7 +230,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def counting_model() -> Path:
-    """Return a tiny model that counts, with a slip now and then; it is made once, beside the demo's."""
+    """Return a tiny model that counts, with occasional mistakes; it is trained once, and cached beside the demo's."""
     folder = demo_model.cache_folder() / f"counting-{WARM_UP_STEPS}x{WARM_UP_BATCH}"
     if folder.is_dir():
         return folder

@@ -1,20 +1,20 @@
-"""Start-up: how long `bridge run` takes to a server that answers, and to its first step, on empty and on kept caches.
+"""Startup: how long `bridge run` takes until its server is ready and until its first step, with cold and warm caches.
 
     python -m benchmarks.startup --model 7b --rounds 3
     python -m benchmarks.startup --model tiny --rounds 3 --optimizer adamw
     python -m benchmarks.startup --model 7b --before ../before
 
-Two sides in turns. `stock` starts vLLM as `vllm serve` does, after the trainer's own imports, spawns its processes, and
+Two sides alternate. `stock` starts vLLM like `vllm serve`, after the trainer's own imports, spawns its processes, and
 compiles the training step once vLLM is ready. `ours` is an unmodified `bridge run`. `first` is a run with empty caches
-(vLLM's, Triton's, torch's), as on a new host, `second` one right after it with the same caches. Each side has its own.
-Weights are dummies. With `--before` the other side is `bridge run` of another checkout, in place of `stock`.
+(vLLM's, Triton's, torch's), as on a new host; `second` is a run right after it with the same caches. Each side has its
+own caches. Weights are dummies. With `--before`, `stock` is replaced by `bridge run` from another checkout.
 
-Seconds count from the start of the command. `ready` is known to a second, from the server's log; `first step` is the
-line that `--json` prints. `imports` and `compiling` are parts of the server's time as the log shows them, from the end
-of the trainer's checks. All results so far are written after every run. A run begins only if the longest of its kind
-would end in time.
+Seconds count from the start of the command. `ready` has a resolution of one second, from the server's log; `first step`
+is the line that `--json` prints. `imports` and `compiling` are parts of the server's time according to its log, from
+the end of the trainer's checks. All results so far are written after every run. A run starts only if the longest run of
+its kind so far would end in time.
 
-Not covered: reading files from a disk: they are read once before the first run.
+Not covered: reading files from a disk; they are read once before the first run.
 """
 
 import argparse
@@ -46,12 +46,12 @@ StartedServers._compiling_ahead = lambda *_: contextlib.nullcontext()
 from bridge_cli.main import main
 main()
 """
-"""`bridge run` that does nothing while it waits: no process imports vLLM, and nothing is compiled."""
+"""Runs `bridge run` so that it does nothing while it waits: vLLM is not imported early, and nothing is compiled."""
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 NUMBERS = ("first", "second")
-"""The order of a round, of both sides each: the most telling runs come first, should there be no time for all."""
+"""The order of runs in a round, each on both sides; the most informative ones come first, in case time runs out."""
 WARM = "import vllm.entrypoints.cli.serve, vllm.v1.engine.core, bridge.run.trainer"
-"""Lets the kernel read most files before the first run, which would otherwise read them for all."""
+"""Imports that fill the page cache before the first run, which would otherwise read most files for all runs."""
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 READY = re.compile(r"vLLM is ready after (\d+) s(: .*)?")
 PHASE = re.compile(r"([a-zA-Z ]+) (\d+) s")
@@ -98,11 +98,11 @@ class Bench:
         self.rows = {f"{side} {number}": [] for number in NUMBERS for side in ("ours", self.rival)}
 
     def measure(self, kind: str) -> None:
-        """Run one kind, unless it would not end in time."""
+        """Run one kind, if it would end in time."""
         left_s = self.deadline - time.monotonic()
         name, number = kind.partition(" ")[0], len(self.rows[kind])
         longest_s = max((row["seconds"] for row in self.rows[kind]), default=30.0)
-        caches = self.scratch / f"caches-{name}-{number}"  # those of the first run of this round
+        caches = self.scratch / f"caches-{name}-{number}"  # shared with the first run of this round
         if left_s < longest_s or (kind.endswith("second") and not caches.exists()):
             say(f"{kind}: no time was left")
             return
@@ -170,9 +170,9 @@ class Bench:
 
 
 def server_times(log: Path, server_log_file: Path, began_at: float) -> dict[str, Any]:
-    """Return when the server was ready, its phases, and why vLLM spawned against our choice, from both logs.
+    """Return when the server was ready, its phases, and why vLLM spawned instead of forking, from both logs.
 
-    Units: seconds; `ready_s` since the time `began_at`, which `time.time` gave.
+    All values are in seconds; `ready_s` counts from `began_at`, a value of `time.time`.
     """
     ready = READY.search(log.read_text(errors="replace")) if log.exists() else None
     text = server_log_file.read_text(errors="replace") if server_log_file.exists() else ""

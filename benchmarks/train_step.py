@@ -6,11 +6,12 @@
     python -m benchmarks.train_step --sizes 7b --lengths 131072 --settings "optimizer=adamw-8bit" --ranks 2 --out two
 
 The model has a Qwen2 or Qwen3 shape and random bf16 weights; the batch is made up: 64 completions of 256 tokens in
-groups of 8 with prompts of 120 tokens, or with `--lengths` one sequence of so many tokens, all with advantages. A
-setting is any choice of `bridge train`. Timed is what a training run does with a batch (`bridge/run/learner.py`),
-from idle device to idle device, after the first steps, which compile. A setting that does not fit in memory, or for
-which no time is left, becomes a row that says so. All rows so far are written after each. With `--ranks` so many GPUs
-compute each pass together (`--context-parallel-size`) and share the optimizer; figures of memory are of the first one.
+groups of 8 with prompts of 120 tokens, or with `--lengths` one sequence of that many tokens, all with advantages. A
+setting is any choice of `bridge train`. The benchmark times what a training run does with a batch
+(`bridge/run/learner.py`), from idle device to idle device, after the first steps, which compile. A setting that does
+not fit into memory, or for which no time is left, becomes a row that says so. All rows so far are written after each
+one. With `--ranks`, that many GPUs compute each pass together (`--context-parallel-size`) and share the optimizer;
+memory figures are the first GPU's.
 
 MFU and its operations are those of a run's metrics (`bridge/passes/flops.py`).
 
@@ -52,7 +53,7 @@ from bridge.weights.attach import OpenedModel, leave_core_to_server
 GIB = 2**30
 SETTINGS = ("", "optimizer=adamw-8bit", "gradient_checkpointing=true", "compile_layers=false")
 TOP = 25
-"""Kernels listed in a profile."""
+"""Number of kernels listed in a profile."""
 COLUMNS = {
     "step_s": "step s", "forward_backward_s": "forward, backward", "optimizer_s": "optimizer", "first_s": "first step",
     "tokens_per_s": "tokens/s", "mfu": "MFU", "peak_gib": "peak GiB", "beside_weights_gib": "beside weights",
@@ -62,11 +63,11 @@ Row = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """What one row measures."""
+    """The model, length and setting that one row measures."""
 
     size: str
     length: int | None
-    """Tokens of the one sequence; None: the batch of completions."""
+    """Tokens of the single sequence; None: a batch of completions."""
     setting: str
 
     @property
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def as_rank(rank: int, port: int, options: argparse.Namespace, listener: socket.socket | None = None) -> None:
-    """Measure as one of several ranks, which meet at `port`; the first one listens there."""
+    """Measure as one of several ranks, which rendezvous at `port`; the first one listens there."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -104,7 +105,7 @@ def as_rank(rank: int, port: int, options: argparse.Namespace, listener: socket.
 
 
 def measure_all(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure all cases; the first rank writes all results so far after each."""
+    """Measure all cases; the first rank writes all results so far after each case."""
     deadline = time.monotonic() + options.limit_s
     results: dict[str, list[Row]] = {}
     for case in cases(options):
@@ -119,7 +120,7 @@ def measure_all(options: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Yield all rows, in turns: what is compared runs one after the other in each round."""
+    """Yield all cases; within each round, cases that are compared run one after the other."""
     settings = [
         f"{setting} attention={kernel}".strip() if kernel else setting
         for setting in options.settings
@@ -152,7 +153,7 @@ def _flags() -> argparse.ArgumentParser:
 
 
 class _Lines(logging.Handler):
-    """Keeps what Bridge logs."""
+    """A handler that collects Bridge's log lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class _Lines(logging.Handler):
 
 
 def measure(case: Case, options: argparse.Namespace, deadline: float, ranks: Ranks = ALONE) -> Row:
-    """Return the figures of one case, or why there are none."""
+    """Return the figures of one case, or the reason why there are none."""
     if ranks.is_rank_zero:
         say(f"{case.size}: {case.name}")
     log = _Lines()
@@ -186,7 +187,7 @@ def batch_of(case: Case, options: argparse.Namespace) -> list[Group]:
 
 
 def _let_go() -> None:
-    """Free the memory of a setting once no frame of `measure` is left, so that the next one is measured alone."""
+    """Free a setting's memory once no frame of `measure` is left, so that it does not affect the next measurement."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -194,7 +195,7 @@ def _let_go() -> None:
 
 
 def _usable(setting: str) -> str:
-    """Return a setting after checking its keys (argparse reports the ValueError)."""
+    """Check a setting's keys and return the setting (argparse reports the ValueError)."""
     config_of(setting)
     return setting
 
@@ -210,9 +211,9 @@ class Times:
     """Seconds of one step."""
 
     forward_backward_s: float
-    """Packing, the passes, and the gradient's norm."""
+    """Time of packing, the passes, and the gradient's norm."""
     optimizer_s: float
-    """The update; with gradient release, including the passes."""
+    """Time of the update; with gradient release, it includes the passes."""
 
     @property
     def step_s(self) -> float:
@@ -249,7 +250,7 @@ class Steps:
         )
 
     def figures(self, options: argparse.Namespace, deadline: float) -> Row:
-        """Take the steps and return their figures."""
+        """Take all steps, and return their figures."""
         first = self.step()
         flops = self._learner.learnt()["train_flops"]
         if self._device.type == "cuda":

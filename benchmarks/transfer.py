@@ -1,12 +1,12 @@
-"""Weights to servers on other GPUs: GB/s of a transfer, and the seconds that a server generates nothing.
+"""Sending weights to servers on other GPUs: GB/s of a transfer, and the seconds in which a server does not generate.
 
     python -m benchmarks.transfer --sizes 7b
     python -m benchmarks.transfer --sizes 7b --servers 3
     python -m benchmarks.transfer --sizes tiny           # also without a GPU, over gloo
 
-The trainer's random weights are on the first GPU, and a stock vLLM with dummy weights on each of the next. Updates are
-measured on idle servers, and with requests in flight, which are kept. At the end each server samples, and the trainer's
-model has to explain the samples.
+The trainer's random weights are on the first GPU, and a stock vLLM with dummy weights is on each of the next GPUs.
+Updates are measured on idle servers, and with requests in flight, which are kept. At the end each server samples, and
+its log-probs are compared with those of the trainer's model.
 
 Not covered: whole steps (`benchmarks.grpo --ours "adamw-8bit --mode none --reload transfer --trainer-device cuda:1"`).
 """
@@ -50,7 +50,7 @@ from tests.fenced import publish
 
 ON_GPU = torch.cuda.is_available()
 SETTLE_S = 1.0
-"""Until all requests of a round are in flight."""
+"""Seconds to wait until all requests of a round are in flight."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Feed the servers of one size, idle and busy, and compare what they sample with the trainer's model."""
+    """Send weights to idle and busy servers of one size, and compare their samples with the trainer's model."""
     with TemporaryDirectory(prefix="bridge-bench-") as scratch, ExitStack() as running:
         folder = Path(scratch)
         model = make_model(size, folder / "model")
@@ -103,7 +103,7 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_command(model: Path, folder: Path, gpu: int) -> ServerCommand:
-    """Return the command of a stock server on one GPU, which can be fed."""
+    """Return the command of a stock server on one GPU that accepts weights."""
     command = _servers.stock(_servers.serve_command(model, folder))
     outer = {"VLLM_SERVER_DEV_MODE": "1"}
     if ON_GPU:
@@ -116,7 +116,7 @@ def server_command(model: Path, folder: Path, gpu: int) -> ServerCommand:
 
 
 def random_copy(model: str, *, device: str, **_: Any) -> OpenedModel:
-    """Return a model with random weights on the device; no file holds them."""
+    """Return a model with random weights, which are in no file, on the device."""
     target = torch.device(device)
     with target:
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def requests_in_flight(urls: Sequence[str], options: argparse.Namespace) -> Iter
 
 
 def summary(updates: Sequence[FenceTimes], num_bytes: int) -> dict[str, float]:
-    """Return the medians: seconds of the fence, of its pause, and of the transfer with the resumption."""
+    """Return medians: the seconds of the fence, of its pause, and of the transfer and resumption together."""
     sent_s = statistics.median(times.publish_s for times in updates)
     return {
         "fence_s": statistics.median(times.pause_s + times.publish_s for times in updates),

@@ -1,13 +1,13 @@
-"""What turns with a tool cost: trajectories of several turns, and as many tokens in one turn, on one server in rounds.
+"""The cost of turns with a tool: trajectories of several turns, compared with the same number of tokens in one turn.
 
     python -m benchmarks.turns --size 7b
 
-Both sides are a run's own stream of rollouts. One has an environment with a tool that takes 200 ms, in as many
-processes as a run would have; the other has the same prompts without a tool. The weights are random, so a turn ends by
-its number of tokens, and each but the last counts as a call of the tool: all trajectories wait for it at the same time,
-which no overlap between them can hide. The tool is also measured without the model. `bound` is the ratio if turns cost
-nothing but this time; `other_s` is what they cost beyond it. Every round has other seeds, so that no sampled token is
-in the prefix cache of an earlier one.
+Both sides use a run's own rollout stream, alternately on one server. One has an environment with a tool that takes 200
+ms, in as many processes as a run would have; the other has the same prompts without a tool. The weights are random, so
+a turn ends after a fixed number of tokens, and each turn but the last counts as a tool call: all trajectories wait for
+the tool at the same time, so overlap cannot hide it. The tool is also measured without the model. `bound` is the ratio
+if turns cost nothing but this time; `other_s` is what they cost beyond it. Every round uses new seeds, so that no
+sampled token is in the prefix cache from an earlier round.
 
 To try it on a CPU: `--size tiny --trajectories 8 --group 4 --rounds 2`.
 """
@@ -46,9 +46,9 @@ from bridge_cli.demo_model import TEMPLATE
 from bridge_environments import registry
 
 AIM = 0.8
-"""Minimum ratio."""
+"""Target: the smallest acceptable ratio."""
 TEMPLATE_TOKENS = 32
-"""Room for what the chat template adds to a message."""
+"""Most tokens that the chat template adds to a message."""
 COLUMNS = {
     "turns_tokens_per_s": "turns tokens/s", "one_turn_tokens_per_s": "one turn tokens/s", "ratio": "ratio",
     "bound": "bound", "turns_s": "turns s", "one_turn_s": "one turn s", "tool_s": "tool s", "other_s": "other s",
@@ -56,7 +56,7 @@ COLUMNS = {
 
 
 class Counted(Sampler):
-    """Ends each turn after a number of tokens, as if the model had ended each but the last by itself."""
+    """Ends each turn after a fixed number of tokens, as if the model had ended all turns but the last by itself."""
 
     def __init__(self, config: SamplingConfig, *, turns: int, tokens: int, **other: Any) -> None:
         super().__init__(config, **other)
@@ -81,19 +81,19 @@ class Counted(Sampler):
 
 
 class Calling(Conversation):
-    """Reads every turn as a call of the tool."""
+    """Treats every turn as a tool call."""
 
     def __init__(self, *given: Any, tool_s: float, **other: Any) -> None:
         super().__init__(*given, **other)
         self._call = Call(name="wait", arguments={"seconds": tool_s})
 
     def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
-        """Return the call, after reading the turn as a run would."""
+        """Return a tool call, after parsing the turn as a run would."""
         text, calls = super().read(token_ids, until=until)
         return text, calls or (self._call,)
 
     def tokens_between(self, calls: Sequence[Call], answers: Sequence[Any], last: int) -> tuple[int, ...]:  # noqa: ARG002
-        """Return the tokens behind the turn's end token, for which the model has no embedding."""
+        """Return the tokens after the turn's end token, which has no embedding in this model."""
         return super().tokens_between(calls, answers, self._end_id)
 
 
@@ -125,19 +125,19 @@ def flags() -> argparse.ArgumentParser:
 
 
 def make_model(size: str, folder: Path) -> Path:
-    """Write a model without weights whose end token cannot be sampled, with a chat template for tools."""
+    """Write a model without weight files, with a chat template for tools; its end token cannot be sampled."""
     make_dummy_model(size, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
 def longest_completion(options: argparse.Namespace) -> int:
-    """Return the most tokens behind a prompt: of all turns, and of the answers between them."""
+    """Return the most tokens after a prompt: those of all turns and of the tool answers between them."""
     return int(options.turns * (options.tokens + _work.ANSWER_TOKENS + TEMPLATE_TOKENS))
 
 
 def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians of both sides, of their ratios by round, and of the tool alone, after one warm-up round."""
+    """Return the medians of both sides, of their per-round ratios, and of only the tool, after one warm-up round."""
     num_tokens, tool_s = options.turns * options.tokens, options.tool_ms / 1e3
     with (
         logs.handled_by(logging.StreamHandler()),
@@ -174,7 +174,7 @@ def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, Any
 
 
 def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *, turns: int) -> EnvironmentStream:
-    """Return a run's stream whose trajectories have so many turns."""
+    """Return a run's stream whose trajectories have this number of turns."""
     config = TrainConfig.of(
         model_name=str(model), environment=f"{_work.__file__}:{kind.__name__}", batch_size=options.trajectories,
         group_size=options.group, max_new_tokens=longest_completion(options), max_turns=turns, seed=turns,
@@ -191,7 +191,7 @@ def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *
 
 
 def sample(stream: EnvironmentStream, options: argparse.Namespace, turns: int, number: int) -> None:
-    """Sample one round, and prove that it had the tokens and turns that are compared."""
+    """Sample one round, and check its numbers of tokens and turns."""
     groups = stream.take(options.trajectories // options.group, step=number + 1)
     shapes = [(completion.num_sampled, completion.num_turns) for group in groups for completion in group.completions]
     expected = [(options.turns * options.tokens, turns)] * options.trajectories

@@ -1,12 +1,12 @@
-"""The step of two checkouts of Bridge on one device, in turns: does a change cost speed?
+"""Step times of two checkouts of Bridge, measured alternately on one device: does a change cost speed?
 
     python -m benchmarks.two_trees ../before . --size 1.5b
     python -m benchmarks.two_trees . . --library
 
 Both run `bridge run` on the same model and the same work as `grpo.py`, at the same time: while one takes a few steps,
-all processes of the other are stopped (SIGSTOP), so that a change of the host's load affects both alike. The first step
-of each turn is left out. The ratios are old over new: above 1, the new tree is faster. With `--library` the new side is
-a program that uses `import bridge` of the new tree (`_library.py`).
+all processes of the other are stopped (SIGSTOP), so that changes of the host's load affect both equally. The first step
+of each turn is left out. The ratios are old / new: above 1, the new tree is faster. With `--library` the new side is a
+program that uses `import bridge` from the new tree (`_library.py`).
 
 Not covered: memory, and other trainers (`grpo.py`); whether both compute the same numbers (`same_steps.py`).
 """
@@ -34,7 +34,7 @@ from benchmarks._stamped import Run
 from bridge.processes import children
 
 ENDLESS = 100_000
-"""Steps of a run that is ended from outside."""
+"""Number of steps of a run that is killed from outside."""
 PARTS = ("step_s", "generation_s", "training_s", "optimizer_s", "sync_s")
 VARIANT = "adamw-8bit --micro-batch-tokens 4352 --gradient-checkpointing"
 
@@ -46,14 +46,14 @@ class Tree:
     name: str
     """`old` or `new`."""
     run: Run = field(default_factory=Run)
-    """Its lines so far."""
+    """The lines printed so far."""
     child: children.Child
-    """Its `bridge run`."""
+    """The process of `bridge run`."""
     steps: list[dict[str, float]] = field(default_factory=list)
-    """The measured steps, in seconds by part."""
+    """The measured steps: seconds by part."""
 
     def take(self, side: Side, count: int, limit_s: float) -> None:
-        """Continue until there are `count` more steps, stop, and keep all but the first of them."""
+        """Let the run take `count` more steps, stop it, and keep all of them but the first."""
         first = len(self.run.lines)
         self._send(signal.SIGCONT)
         deadline = time.monotonic() + limit_s
@@ -140,7 +140,7 @@ def _start(name: str, tree: Path, argv: Sequence[str], scratch: str) -> Tree:
 
 
 def _compared(trees: Sequence[Tree], steps: int) -> dict[str, Any]:
-    """Return per part both medians and the median of the ratio by turn, and every measured step."""
+    """Return for each part both medians and the median of the per-turn ratios, and all measured steps."""
     old, new = (tree.steps for tree in trees)
     turns = min(len(old), len(new)) // steps
     parts: dict[str, Mapping[str, float]] = {}
