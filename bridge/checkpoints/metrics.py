@@ -131,7 +131,7 @@ class Summary:
 
 Goal = Callable[[StepMetrics], bool]
 """Whether a step or an evaluation reaches what ends the run."""
-CONDITION = re.compile(r"(\w+)\s*(>=|<=)\s*(-?[\d.]+(?:e[+-]?\d+)?)", re.IGNORECASE)
+CONDITION = re.compile(r"(\w+)\s*(>=|<=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", re.IGNORECASE)
 COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 
 
@@ -146,7 +146,7 @@ def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
     if stop_at is None:
         return lambda _: False
     condition = CONDITION.fullmatch(stop_at.strip())
-    if condition is None or condition[3].count(".") > 1:
+    if condition is None:
         raise UsageError(
             f"--stop-at: found {stop_at!r}, expected a metric, >= or <=, and a number",
             hint="--stop-at 'eval_reward_mean>=0.9', in quotes",

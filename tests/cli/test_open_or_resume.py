@@ -38,6 +38,7 @@ class Opened:
     [
         ("reward_mean", "found 'reward_mean', expected a metric, >= or <=, and a number", "eval_reward_mean>=0.9"),
         ("reward_mean>=1.2.3", "expected a metric, >= or <=, and a number", "in quotes"),
+        ("reward_mean>=.", "expected a metric, >= or <=, and a number", "in quotes"),
         ("reward>=0.9", "there is no metric 'reward'", "did you mean reward_"),
         ("rollouts>=1", "there is no metric 'rollouts'", "did you mean "),
     ],
