@@ -1,4 +1,4 @@
-"""The error tree: failures that a user can cause or fix. Bugs are plain `assert`s and end in exit code 1."""
+"""The error classes: failures that a user can cause or fix. Bugs are plain `assert`s and end in exit code 1."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BridgeError(Exception):
-    """Something a person can fix: what happened, what was found and expected, and the hint."""
+    """A failure that the user can fix: the message has what happened, was found and was expected; the hint, the fix."""
 
     exit_code = 1
 
@@ -23,7 +23,7 @@ class BridgeError(Exception):
 
 
 class UsageError(BridgeError, ValueError):
-    """A flag, a file or an environment that the caller named cannot be used."""
+    """A flag, file or environment named by the caller cannot be used."""
 
     exit_code = 2
 
@@ -37,11 +37,11 @@ class GradientError(UsageError):
 
 
 class RejectedRequestError(UsageError):
-    """A server rejects a request for what it contains, such as a prompt that is too long."""
+    """A server rejected a request because of its contents, for example a prompt that is too long."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is incomplete or lacks what is needed."""
+    """A checkpoint is incomplete, or lacks a file that is needed."""
 
 
 class AttachError(BridgeError, RuntimeError):
@@ -51,11 +51,11 @@ class AttachError(BridgeError, RuntimeError):
 
 
 class FenceBusyError(AttachError):
-    """Another process holds the fence, usually for a moment."""
+    """Another process holds the fence; it usually releases it within moments."""
 
 
 class ManifestError(AttachError):
-    """The manifest is missing, unreadable, stale, another user's, or for another model."""
+    """The manifest is missing, unreadable or stale, belongs to another user, or describes a different model."""
 
 
 class UnsupportedModelError(AttachError):
@@ -63,20 +63,20 @@ class UnsupportedModelError(AttachError):
 
 
 def own_head(head: str, embedding: str) -> UnsupportedModelError:
-    """Return the error for a model whose configuration ties the head, and whose files hold a different head."""
+    """Return the error for a model whose configuration ties the head, but whose files hold a separate one."""
     return UnsupportedModelError(
-        f"{head} differs from {embedding}, and the configuration ties them: transformers 5 and vLLM 0.32 use"
-        " both, older ones drop the head",
-        hint='"tie_word_embeddings": false in its config.json keeps the head everywhere; or remove it from the files',
+        f"{head} differs from {embedding}, but the configuration ties them: transformers 5 and vLLM 0.32 use"
+        " both, older versions drop the head",
+        hint='set "tie_word_embeddings": false in config.json to keep the head everywhere, or remove it from the files',
     )
 
 
 def beside_adapter(config_name: str) -> UnsupportedModelError:
-    """Return the error for a folder with a whole model and an adapter, of which transformers makes one model."""
+    """Return the error for a folder with a full model and an adapter, which transformers merges into one model."""
     return UnsupportedModelError(
-        f"it holds a whole model and an adapter ({config_name}): transformers adds that to the weights, vLLM does not",
-        hint=f"move {config_name} and the adapter's weights to another folder; if the model does not have the"
-        " adapter in its weights yet, merge it first: bridge export ADAPTER --out FOLDER",
+        f"it holds a full model and an adapter ({config_name}): transformers applies the adapter, vLLM does not",
+        hint=f"move {config_name} and the adapter's weights to another folder; if the adapter has not been merged into"
+        " the model's weights yet, merge it first: bridge export ADAPTER --out FOLDER",
     )
 
 
@@ -95,22 +95,22 @@ class RankError(BridgeError, RuntimeError):
 
 
 class AtroposError(BridgeError, ConnectionError):
-    """The Atropos API does not answer, or has nothing to learn from."""
+    """The Atropos API does not answer, or delivers no usable groups."""
 
     exit_code = 5
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, for a message of one's own."""
+    """Return the first line of an error's message, to quote it in another message."""
     return str(error).strip().partition("\n")[0]
 
 
 def with_class(error: BaseException) -> str:
-    """Return the class of an error, and the first line of its message."""
+    """Return the error's class name and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_few(faults: Sequence[str], *, separator: str = "; ", most: int = 3) -> str:
-    """Return the first faults as text, and how many more there are."""
+    """Join the first `most` faults, and append the number of those left out."""
     more = f"; and {len(faults) - most} more" if len(faults) > most else ""
     return separator.join(faults[:most]) + more

@@ -1,4 +1,4 @@
-"""Plain records that cross package borders, free of torch."""
+"""Data classes that several packages share; nothing here imports torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,20 +8,20 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, TypeVar, runtime_checkable
 
 Result = TypeVar("Result")
-"""What a call returns that is passed on, such as to other ranks or another thread."""
+"""The return value of a call that is forwarded, for example to other ranks or to another thread."""
 Message = dict[str, Any]
-"""One chat message: `role`, and `content`, which is text, or with images a list of parts of text and of images."""
+"""One chat message: `role` and `content`. The content is text; with images, it is a list of text and image parts."""
 
 Quantization = Literal["fp8_per_block", "fp8_per_channel"]
-"""What a server may make of its weights, in vLLM's words: FP8 with a scale for each 128 x 128 elements, or each row."""
+"""How a server may quantize its weights, under vLLM's names: FP8 with one scale per 128 x 128 block, or per row."""
 
 FinishReason = Literal["stop", "length", "abort", "repetition"]
-"""The reasons of vLLM 0.26 to 0.33 except `error`, which becomes an HTTP status of 500."""
+"""The finish reasons of vLLM 0.26 to 0.33, except `error`, which becomes HTTP status 500."""
 
 LOGPROB_DIFF_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """Edges of the histogram of log-prob mismatch, in nats; the first and last bins are open."""
 NOT_SENT = {"is_sent": False}
-"""Metadata of a field that other ranks do not get with the rest of a record (`bridge/ranks/messages.py`)."""
+"""Metadata of a field that is not sent to other ranks with the rest of its record (`bridge/ranks/messages.py`)."""
 HEALTHY_NATS = (0.013, 0.024)
 """Mean log-prob mismatch between vLLM and transformers in bf16 that comes from rounding alone."""
 
@@ -38,15 +38,16 @@ class Problem(TypedDict):
     images: NotRequired[list[str]]
     """Paths of images, in the order in which the prompt has them."""
     answer: NotRequired[Any]
-    """What the environment's `score` compares with, if anything."""
+    """The reference that the environment's `score` compares a completion with, if it needs one."""
 
 
 @runtime_checkable
 class Environment(Protocol):
     """A task: problems to iterate over, and a score for a completion.
 
-    It is iterated once per pass over the data, only as far as problems are needed; the trainer shuffles each pass with
-    its own seed. An environment may add `held_out() -> list[Problem]`: problems kept for evaluation.
+    The trainer iterates over it once per pass over the data, reads only as many problems as it needs, and shuffles each
+    pass with a seed derived from the run's. An environment may add `held_out() -> list[Problem]`: problems kept for
+    evaluation.
     """
 
     def __iter__(self) -> Iterator[Problem]:
@@ -59,7 +60,7 @@ class Environment(Protocol):
 
 
 Interaction = Literal["completion", "tools", "agent"]
-"""How a model answers a problem: in one completion, with calls of tools, or as the model of an agent."""
+"""How a model answers a problem: in one completion, with tool calls, or as the model behind an agent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +68,20 @@ class Task:
     """An environment as a run uses it."""
 
     problems: Callable[[], Iterator[Problem]]
-    """Starts a pass over the training problems."""
+    """Returns a new iterator over the training problems."""
     kept: Sequence[Problem] = ()
     """Problems held out for evaluation."""
     recipe: Callable[[], Any]
-    """Makes what scores completions, in each process that scores."""
+    """Builds the object that scores completions; called in each process that scores."""
     in_workers: bool = True
-    """Whether other processes can run the recipe."""
+    """Whether `recipe` can be called in another process."""
     interaction: Interaction = "completion"
     schemas: tuple[Mapping[str, Any], ...] = ()
     """The JSON schema of each tool."""
 
     @classmethod
     def of(cls, environment: Environment) -> "Task":
-        """Return an environment as a task, which scores in this process unless it is one already."""
+        """Wrap an environment as a task that scores in this process; a task is returned unchanged."""
         if isinstance(environment, Task):
             return environment
         kept = list(getattr(environment, "held_out", list)())
@@ -102,28 +103,28 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
-    """A tensor that can be sent."""
+    """A tensor in a form that can be sent between processes."""
 
     name: str
     dtype: str
-    """As torch writes it, without `torch.`."""
+    """The dtype's name in torch, without the prefix `torch.`."""
     shape: tuple[int, ...]
     content: bytes = field(default=b"", metadata=NOT_SENT)
-    """Its bytes; empty: another rank has them."""
+    """The tensor's bytes; empty if only another rank has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """The images of one prompt as the model's processor made them: server and trainer compute with the same bytes."""
+    """The images of one prompt as the model's processor encoded them, so that server and trainer use the same bytes."""
 
     arrays: tuple[Array, ...]
-    """What the model's vision tower takes, for all images one after the other."""
+    """The inputs of the model's vision tower, concatenated over all images."""
     starts: tuple[int, ...]
-    """Where each run of image tokens begins in the prompt: an image is one, or each of its rows."""
+    """Index in the prompt at which each run of image tokens begins. A run is a whole image, or one of its rows."""
     grids: tuple[tuple[int, int, int], ...]
-    """How many tokens each run has: in time, in rows and in columns."""
+    """The size of each run in tokens: frames, rows and columns."""
     digest: str
-    """Distinguishes images whose prompts have the same token ids."""
+    """A hash that tells different images apart when their prompts have the same token ids."""
 
     @classmethod
     def of(
@@ -153,34 +154,35 @@ class Completion:
     """
 
     token_ids: tuple[int, ...]
-    """Its tokens, including the end-of-sequence token if it was sampled."""
+    """Token ids, including the end-of-sequence token if it was sampled."""
     logprobs: tuple[float, ...]
     """Log-probability of each sampled token under the server's sampling distribution, in nats; NaN if unknown."""
     text: str
-    """The decoded completion without special tokens; with tools, every turn and every answer on lines of its own."""
+    """The decoded text without special tokens; with tools, each turn and each tool result starts on a new line."""
     finish_reason: FinishReason
     """Why the server stopped; `length` means that it was truncated."""
     versions: tuple[int | None, ...] = ()
     """Version of the weights that sampled each token, None if unknown; empty: unknown for all."""
     sampled: tuple[bool, ...] | None = None
-    """Which tokens the model sampled; others, such as a tool's answer, are not trained on. Absent: all."""
+    """Which tokens the model sampled; the others, such as tool results, are not trained on. None: all of them."""
     kept: tuple[tuple[float, int], ...] = ()
-    """What top-k, top-p and min-p kept of the vocabulary for each token: a threshold between the logit of the last kept
-    word and that of the next, over the temperature, and the number of kept words; empty: they were off."""
+    """For each token, which part of the vocabulary top-k, top-p and min-p kept: a threshold between the logits of the
+    last kept and the first dropped token, divided by the temperature, and the number of kept tokens. Empty if the
+    filters were off."""
     experts: bytes = b""
-    """Of a mixture of experts, which ones the server sent each token of prompt and completion to, but for the last:
-    layer by layer, little-endian int16; empty: unknown."""
+    """For a mixture of experts, the experts that the server routed each token of prompt and completion to, except the
+    last one: layer by layer, as little-endian int16; empty if unknown."""
 
     prompt_logprobs: tuple[float, ...] = ()
-    """Log-probability of each token of the prompt, in nats, at temperature 1 and over the whole vocabulary; the first
-    one is NaN. Empty: not requested."""
+    """Log-probability of each prompt token, in nats, at temperature 1 and over the whole vocabulary; NaN for the first
+    token. Empty if not requested."""
 
     tool_errors: int = 0
-    """Calls of tools that failed."""
+    """Number of tool calls that failed."""
     transcript: tuple[Mapping[str, Any], ...] = ()
-    """With tools or an agent, every message of its text, with the fields of `turns` in `rollouts.jsonl`; else empty."""
+    """With tools or an agent, all messages, with the fields of `turns` in `rollouts.jsonl`; otherwise empty."""
     others: tuple["Completion", ...] = ()
-    """Further token sequences of the same run of an agent; they share its reward, and it counts once."""
+    """Further token sequences of the same agent run. All of them share one reward, which counts once."""
 
     @property
     def sequences(self) -> tuple["Completion", ...]:
@@ -193,7 +195,7 @@ class Completion:
 
     @property
     def turns(self) -> tuple[int | None, ...]:
-        """Return the index of each token's turn; a turn is a run of sampled tokens, other tokens have None."""
+        """Return the turn index of each token. A turn is a run of consecutive sampled tokens; other tokens get None."""
         flags = (True,) * len(self.token_ids) if self.sampled is None else self.sampled
         begun = accumulate(own and not before for before, own in pairwise((False, *flags)))
         return tuple(number - 1 if own else None for number, own in zip(begun, flags, strict=True))
@@ -209,14 +211,14 @@ class Unscored:
 
     completion: Completion
     fault: str
-    """Why it has no reward, on one line."""
+    """Why the completion has no reward, on one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """The rollouts of one prompt: C completions of a prompt of P tokens, with their rewards.
 
-        problem             the dictionary that was sampled for, or {"prompt": the prompt}
+        problem             the problem's dictionary, or {"prompt": the prompt}
         prompt_token_ids    P token ids, as sent to the server
         completions         C `Completion`s
         rewards             C finite numbers
@@ -227,9 +229,9 @@ class Group:
 
     problem: Problem
     number: int | None = None
-    """Index of the problem in the run's endless order; None if it is held out or comes from elsewhere."""
+    """Index of the problem in the run's endless order; None if it is held out or comes from an external source."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt as sent to the server; for a group from elsewhere, the prefix that its sequences share."""
+    """The prompt as sent to the server; for a group from an external source, the prefix that its sequences share."""
     images: Images | None = None
     """The prompt's images, as sent to the server."""
     completions: tuple[Completion, ...]
@@ -237,39 +239,39 @@ class Group:
     rewards: tuple[float, ...]
     """One finite reward per completion."""
     advantages: tuple[tuple[float, ...], ...] | None = None
-    """For each completion one advantage, or one per token; absent: the trainer computes them from the rewards."""
+    """For each completion one advantage, or one per token; None: the trainer computes them from the rewards."""
     zero_advantage: tuple[bool, ...] = ()
-    """Whether each completion gets an advantage of zero whatever its reward; empty: none does.
+    """Whether each completion gets an advantage of zero regardless of its reward; empty: none does.
 
-    Its reward still counts for the advantages of the others.
+    The reward of such a completion still counts toward the advantages of the other completions.
     """
     reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """If the reward is a weighted sum: name of each part -> one unweighted value per completion, NaN where it
-    does not apply."""
+    """If the reward is a weighted sum: name of each part -> its unweighted value for each completion, NaN where the
+    part does not apply."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
-    """For each completion one reward per turn, of which its reward is the sum; empty: none has them."""
+    """For each completion one reward per turn; they sum to the completion's reward. Empty without per-turn rewards."""
     unscored: tuple[Unscored, ...] = ()
-    """Sampled completions that are left out because their score failed."""
+    """Sampled completions that are left out because scoring them failed."""
 
     def with_advantages(self, advantages: Iterable[Any]) -> "Group":
-        """Return a copy with these advantages: for each completion a number, or one number per token."""
+        """Return a copy with these advantages: one number for each completion, or one per token."""
         own = tuple(tuple(map(float, value)) if _is_several(value) else (float(value),) for value in advantages)
         return replace(self, advantages=own)
 
 
 def _is_several(value: object) -> bool:
-    """Return whether `value` holds numbers per token; an array or tensor without dimensions is one number."""
+    """Return whether `value` holds one number per token; a zero-dimensional array or tensor is a single number."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedProblems:
-    """The problems that a run has trained on, by their numbers in its endless order."""
+    """The problems that a run has trained on, by their indices in its endless order."""
 
     below: int = 0
-    """All problems with a smaller number are included."""
+    """All problems with an index below this one are included."""
     beyond: frozenset[int] = frozenset()
-    """The others, trained on ahead of an earlier one."""
+    """Indices of further problems, which were trained on before an earlier one."""
 
     def __contains__(self, number: int) -> bool:
         return number < self.below or number in self.beyond

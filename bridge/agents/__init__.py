@@ -1,6 +1,6 @@
-"""Completions of several turns: a model that calls tools, and agents that get their turns from a base URL.
+"""Multi-turn completions: models that call tools, and agents that request their turns from a base URL.
 
-Words: *turn* (what the model samples until it stops), *trajectory* (a completion of several turns, with the answers of
-tools between them), *run* (of an agent), *sequence* (tokens that one context held; a run may have several).
+Words: *turn* (what the model samples until it stops), *trajectory* (a completion of several turns with tool results
+between them), *run* (one execution of an agent), *sequence* (the tokens of one context; a run may have several).
 May import: `bridge.rollouts`, `bridge.scoring`, `bridge.weights.skeleton`, `bridge.config`, `bridge.core`.
 """

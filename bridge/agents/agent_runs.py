@@ -1,6 +1,6 @@
-"""Runs of an agent that gets its turns from an OpenAI-compatible base URL, many at once.
+"""Concurrent runs of an agent that requests its turns from an OpenAI-compatible base URL.
 
-Each request becomes tokens by what is recorded of its run (`recording.py`), and is sampled like any prompt.
+The recording of a run (`recording.py`) turns each of its requests into tokens, which are sampled like any prompt.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ from bridge.types import Completion, Problem, Result
 logger = logging.getLogger(__name__)
 
 Sample = Callable[[int, TurnRequest, int], Awaitable[Completion]]
-"""The number of the turn, the request as tokens, and the most tokens to sample -> the turn."""
+"""Index of the turn, the request as tokens, and the maximum number of tokens to sample -> the turn."""
 Room = Callable[[TurnRequest], Awaitable[int]]
-"""A request as tokens -> how many tokens may follow."""
+"""A request as tokens -> the number of tokens that may follow."""
 NUM_KEPT = 256
-"""Sets of tools for which the chat template is prepared."""
+"""Number of cached conversations, one per set of tools."""
 REHEARSED_TURNS = 8
-"""The most turns of an agent in a rehearsal."""
+"""Maximum number of turns of an agent in a rehearsal."""
 
 
 class AgentRuns(TrajectorySampler):
-    """Runs the agents of one environment, which make their own prompts: none is checked before."""
+    """Runs the agents of one environment. Agents write their own prompts, so none is checked in advance."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class AgentRuns(TrajectorySampler):
         self._recorder = recorder
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
-        """Score a run whose agent gets the same made-up completion in each turn."""
+        """Score a run in which the agent gets the same made-up completion for each turn."""
         ids = (*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id)
         completion = Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop")
 
@@ -107,7 +107,7 @@ class AgentRuns(TrajectorySampler):
 def conversations(
     tokenizer: PreTrainedTokenizerBase, model_name: str, **template: Any
 ) -> Callable[[Tools], Conversation]:
-    """Return a function that returns the model's conversation with given tools, cached."""
+    """Return a function from a set of tools to the model's conversation with these tools; results are cached."""
     without = Conversation(tokenizer, model_name, answers=None, **template)
 
     @lru_cache(NUM_KEPT)
@@ -118,23 +118,23 @@ def conversations(
 
 
 async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem: Problem) -> Score | FailedScore:
-    """Let the agent run to its end, and return its reward."""
+    """Run the agent to its end, and return its reward."""
     async with recorder.run(run.answer) as base_url:
         result = await run.or_fault(trajectory.run(base_url))
     if run.unreadable:
         return failed(problem, "", run.unreadable, run.unreadable)
     turns = run.recording.turns
-    if isinstance(result, FailedScore):  # many clients raise when they get a truncated turn
+    if isinstance(result, FailedScore):  # many clients raise an error on a truncated turn
         is_truncated = bool(turns) and result.is_raised and run.is_truncated
         return await trajectory.score(turns[-1].completion.text) if is_truncated else result
     if not turns:
-        kind = "the agent's run ended without a turn of the model: it requested none from its base_url"
+        kind = "the agent's run ended without requesting a turn of the model from its base_url"
         return failed(problem, "", kind, kind)
     return result if isinstance(result, Score) else await trajectory.score(turns[-1].completion.text)
 
 
 class Run:
-    """One run: answers its requests one by one, within its limits."""
+    """One run of an agent: answers its requests within its limits."""
 
     def __init__(self, recording: Recording, sample: Sample, room: Room, *, max_turns: int) -> None:
         self.recording = recording
@@ -142,57 +142,57 @@ class Run:
         self._room = room
         self._max_turns = max_turns
         self._num_turns = 0
-        """Requests that were sampled."""
+        """Number of sampled turns."""
         self._num_limited = 0
-        """Requests beyond a limit."""
+        """Number of requests beyond a limit."""
         self.unreadable = ""
-        """Why a sampled turn could not be recorded; empty: all were."""
+        """Why a sampled turn could not be recorded; empty if all could."""
         self._fault: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.Lock()
-        """Held while a request becomes tokens: its requests keep the order in which they came."""
+        """Held while a request is tokenized, so that the requests of a run keep their order."""
 
     async def answer(self, body: Any) -> Document:
         """Answer a request."""
         try:
-            async with self._reading:  # a long conversation takes a while, in which other runs are answered
+            async with self._reading:  # in a thread: a long conversation takes a while, and other runs must not wait
                 request = await asyncio.to_thread(self._as_tokens, body)
         except Refusal:
             raise
         except UsageError as error:
             raise Refusal(error.message) from error
         except Exception as error:  # an agent may send anything
-            raise Refusal(f"the request cannot be read: {type(error).__name__}{reason_of(error)}") from error
+            raise Refusal(f"the request cannot be parsed: {type(error).__name__}{reason_of(error)}") from error
         try:
             completion = await self._sampled(request)
         except Exception as error:  # not the agent's fault: `or_fault` raises it
             if not self._fault.done():
                 self._fault.set_exception(error)
-            raise Refusal("the model cannot be sampled from", status=500) from error
+            raise Refusal("sampling from the model failed", status=500) from error
         if completion is None:
             return self._limited(request)
         try:
             return _document(request, completion, self.recording.add(request, completion))
-        except Exception as error:  # a model may say anything
-            self.unreadable = f"a turn of the model cannot be read: {type(error).__name__}{reason_of(error)}"
+        except Exception as error:  # a model may write anything
+            self.unreadable = f"a turn of the model cannot be parsed: {type(error).__name__}{reason_of(error)}"
             raise Refusal(self.unreadable) from error
 
     def _as_tokens(self, body: Any) -> TurnRequest:
-        """Return a request as tokens; it may raise anything."""
+        """Return a request as tokens; may raise any exception."""
         chat = chat_request.read(body)
         if chat.ignored:
             self.recording.remarks.add(
-                f"an agent sets {', '.join(chat.ignored)} in a request, which is ignored: its turns are sampled, and"
-                f" learned from, with the run's own settings ({flag('temperature')} and others)"
+                f"an agent sets {', '.join(chat.ignored)} in a request, which is ignored: its turns are sampled and"
+                f" trained on with the run's own settings ({flag('temperature')} and others)"
             )
         if chat.forces_call:
             self.recording.remarks.add(
-                "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled and"
+                "an agent forces a tool call with tool_choice in a request, which is ignored: its turns are sampled and"
                 " trained on as the model writes them, and a turn without a call reaches the agent as text"
             )
         return self.recording.begin(chat)
 
     async def _sampled(self, request: TurnRequest) -> Completion | None:
-        """Return the model's turn; None at a limit of the run."""
+        """Sample the model's turn, and return it; None if a limit of the run is reached."""
         room = await self._room(request)
         if room < 1 or self._num_turns >= self._max_turns:
             return None
@@ -200,7 +200,7 @@ class Run:
         return await self._sample(self._num_turns - 1, request, min(room, request.chat.max_tokens or room))
 
     async def or_fault(self, result: Awaitable[Result]) -> Result:
-        """Await `result`; raise if answering a request fails first."""
+        """Await `result`; raise the error if sampling for a request fails first."""
         task = asyncio.ensure_future(result)
         try:
             await asyncio.wait({task, self._fault}, return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +216,7 @@ class Run:
         return bool(self._num_limited) or (bool(turns) and turns[-1].completion.finish_reason == "length")
 
     def written(self) -> list[SequenceBuilder]:
-        """Return its sequences; the first one says why the run ended."""
+        """Return the run's sequences; the first one has the reason why the run ended as its `finish_reason`."""
         sequences = self.recording.sequences() or [SequenceBuilder()]
         if self.is_truncated:
             sequences[0].finish_reason = "length"
@@ -225,11 +225,11 @@ class Run:
         return sequences
 
     def _limited(self, request: TurnRequest) -> Document:
-        """Answer at a limit: with an empty turn, which ends most agents, then with an error."""
+        """Answer a request beyond a limit: first with empty turns, at which most agents stop, then with an error."""
         self._num_limited += 1
         if self._num_limited > self._max_turns:
             raise Refusal(
-                f"this run is at a limit: --max-turns {self._max_turns}, or --max-new-tokens for each of its sequences"
+                f"this run has reached a limit: --max-turns {self._max_turns}, or --max-new-tokens for a sequence"
             )
         empty = Completion(token_ids=(), logprobs=(), text="", finish_reason="length")
         return _document(request, empty, as_message("", ()))

@@ -1,4 +1,4 @@
-"""Requests for a chat completion by an agent: what is read, ignored and refused, and how they are answered.
+"""Chat-completion requests from agents: which fields are read, ignored or refused, and the format of responses.
 
 Source: the reference of OpenAI's API, `POST /v1/chat/completions`.
 """
@@ -18,7 +18,7 @@ from bridge.types import Completion
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
-"""Fields that would change the distribution that is learned from: the run's own settings win."""
+"""Fields that would change the sampling distribution; they are ignored in favor of the run's settings."""
 WITHOUT_EFFECT = (
     "model", "user", "store", "metadata", "parallel_tool_calls", "stream_options", "service_tier", "reasoning_effort",
     "verbosity", "safety_identifier", "prompt_cache_key",
@@ -27,10 +27,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
     "stream": (True, False), "background": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
-"""Field -> the values that are supported."""
+"""Field -> its supported values."""
 READ = ("messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Role in a request -> role for the chat template; templates do not know `developer`."""
+"""Role in a request -> role for the chat template; templates do not support `developer`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,20 @@ class ChatRequest:
     """The content of a request for one turn."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Messages in the form that the chat template takes."""
+    """Messages in the form that the chat template expects."""
     tools: tuple[Mapping[str, Any], ...]
     max_tokens: int | None
     ignored: tuple[str, ...]
-    """Fields about sampling that it sets."""
+    """Sampling fields that the request sets, but that are ignored."""
     stop: tuple[str, ...] = ()
     """Texts that end the turn, in the order in which vLLM looks for them."""
     forces_call: bool = False
-    """Whether it demands a tool call, whatever the model writes."""
+    """Whether the request forces a tool call with `tool_choice`."""
 
     def stop_in(self, completion: Completion) -> str:
-        """Return the text of `stop` that ended a turn; empty if none did.
+        """Return the stop text that ended a turn; empty if none did.
 
-        vLLM ends a turn at the first token that completes one of them, so an earlier token completed none.
+        vLLM ends a turn at the first token that completes a stop text, so an earlier token did not complete any.
         """
         if completion.finish_reason != "stop":
             return ""
@@ -59,12 +59,12 @@ class ChatRequest:
 
 
 def as_chat(body: Any) -> Any:
-    """Return a request as one for a chat completion, as `responses_api.as_chat` does."""
+    """Return the request unchanged; the counterpart of `responses_api.as_chat`."""
     return body
 
 
 def as_document(body: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer as the one to `body`."""
+    """Wrap `answer` as the chat-completion response to the request `body`."""
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "created": int(time.time()),
@@ -75,7 +75,7 @@ def as_document(body: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str,
 
 
 def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Return an answer as a stream of events: everything in one chunk, then the usage if requested, then the end."""
+    """Return a response as a stream of events: everything in one chunk, the usage if requested, and the end marker."""
     (choice,) = document["choices"]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):
@@ -91,7 +91,7 @@ def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 
 
 def read(body: Any) -> ChatRequest:
-    """Parse a request; raise Refusal if it is not supported."""
+    """Parse a request; raise Refusal if it is invalid or not supported."""
     given = given_fields(body)
     _check_fields(given)
     messages = given.get("messages")
@@ -99,7 +99,7 @@ def read(body: Any) -> ChatRequest:
         raise Refusal("messages is empty or not a list")
     read_messages = tuple(_message(message) for message in messages)
     if read_messages[-1]["role"] == "assistant":
-        raise Refusal("the last message is the assistant's, expected one for it to answer")
+        raise Refusal("the last message is the assistant's, expected a message for the assistant to answer")
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refusal("tools is not a list of objects")
@@ -116,7 +116,7 @@ def read(body: Any) -> ChatRequest:
 
 
 def given_fields(body: Any) -> dict[str, Any]:
-    """Return the fields of a request that have a value; raise Refusal if it is no object."""
+    """Return the fields of a request that are not null; raise Refusal if the request is not an object."""
     if not isinstance(body, dict):
         raise Refusal("the request is not a JSON object")
     return {name: value for name, value in body.items() if value is not None}
@@ -135,7 +135,7 @@ def _check_fields(given: Mapping[str, Any]) -> None:
 
 
 def _stop(given: Any) -> tuple[str, ...]:
-    """Return the texts that end a turn, without those that no model can write."""
+    """Return the stop texts, without those that a model cannot write because they contain lone surrogates."""
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise Refusal(f"stop={shortened(json.dumps(given))} is neither a text nor a list of texts")
@@ -143,7 +143,7 @@ def _stop(given: Any) -> tuple[str, ...]:
 
 
 def key(message: Mapping[str, Any]) -> str:
-    """Return a key that equal messages share: the role, the text and the calls."""
+    """Return a key that is the same for equal messages, made of role, text and tool calls."""
     role = message["role"]
     content = message["content"]
     if role == "assistant":
@@ -162,14 +162,14 @@ def _message(message: Any) -> dict[str, Any]:
         kept = {"assistant": "reasoning_content", "tool": "tool_call_id"}.get(role, "name")
         return made | ({kept: message[kept]} if isinstance(message.get(kept), str) else {})
     except (KeyError, TypeError, AttributeError) as error:
-        raise Refusal(f"a message cannot be read: {shortened(repr(message))}") from error
+        raise Refusal(f"a message cannot be parsed: {shortened(repr(message))}") from error
 
 
 def text_of(content: Any, kinds: Collection[str] = ("text",)) -> str:
-    """Return the text of a message with parts of these kinds."""
+    """Return the text of a message's content; its parts may only have these `kinds`."""
     if isinstance(content, list):
         if wrong := [str(part.get("type")) for part in content if part.get("type") not in kinds]:
-            raise Refusal(f"a message has a part of the type {shortened(wrong[0])}, expected text")
+            raise Refusal(f"a message has a part of type {shortened(wrong[0])}, expected text")
         return "\n".join(text_of(part["text"]) for part in content)
     if not isinstance(content, str | None):
         raise TypeError(content)
@@ -177,7 +177,7 @@ def text_of(content: Any, kinds: Collection[str] = ("text",)) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, as chat templates expect them."""
+    """Return a tool call with its arguments as an object, as chat templates expect."""
     function = call["function"]
     return {
         "type": "function",

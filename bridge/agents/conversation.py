@@ -1,9 +1,9 @@
-"""Conversations as token ids: the tokens between two turns of the model, and the text and calls of a turn.
+"""Conversations as token ids: the tokens between two turns of the model, and the text and tool calls of a turn.
 
-What the model sampled is decoded to be read, and never encoded again. The tokens between two turns come from the chat
-template: it renders a conversation with a placeholder turn, and everything after that turn is taken. This is right only
-if the template renders earlier turns the same whatever follows them. With tools of Bridge's own, `Conversation` proves
-it before a run starts; an agent may send any messages, so there it is checked for each request.
+Sampled tokens are decoded to parse them, and never encoded again. The tokens between two turns come from the chat
+template: it renders a conversation with a placeholder turn, and the text after that turn is used. This is correct only
+if the template renders earlier turns the same way no matter what follows. For environments with tools, `Conversation`
+verifies this before a run starts. An agent may send any messages, so there it is checked for each request.
 """
 
 import os
@@ -24,12 +24,12 @@ from bridge.rollouts.chat_template import THOUGHT_ENDS, end_of_turn, lost, stop_
 
 THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
-"""Empty thought with which a template starts a turn when thinking is off."""
+"""The empty thought with which a template starts a turn when thinking is off."""
 NUM_PROVEN_TURNS = 3
 SHOWN = 40
-"""Characters of a rendering on each side of a difference."""
+"""Number of characters that an error shows on each side of a difference between renderings."""
 MOST_ROLES = 20
-"""Most roles of rejected messages that an error lists."""
+"""Maximum number of roles that an error about rejected messages lists."""
 KEEPS_TURNS = (
     "give the model a chat template that keeps earlier turns unchanged, as chat_template.jinja in its folder: TRL ships"
     " some in trl/chat_templates/*_training.jinja"
@@ -41,7 +41,7 @@ USER = {"role": "user", "content": "What do you see?"}
 
 
 class Conversation:
-    """A model's chat template, checked to leave earlier turns unchanged."""
+    """A model's chat template, verified to leave earlier turns unchanged."""
 
     def __init__(
         self,
@@ -52,22 +52,23 @@ class Conversation:
         answers: Literal["tool", "user"] | None = "tool",
         **template: Any,
     ) -> None:
-        """Prove it for turns that are answered by messages of the role `answers`; None: `tokens_following` checks each.
+        """Verify the template for turns followed by messages with the role `answers`.
 
-        `tools` are the JSON schemas of the tools. `template` is given to the chat template.
+        With None, nothing is verified here; `tokens_following` checks each request. `tools` are the JSON schemas of the
+        tools. `template` is passed to the chat template.
         """
         self._tokenizer = tokenizer
         self._model_name = model_name
         self.template = {**template, **({"tools": list(tools)} if tools else {})}
         """Arguments of the chat template other than the messages."""
         if tokenizer.chat_template is None:
-            self._refuse("is missing: its tokenizer has none", "use a model with a chat template")
+            self._refuse("is missing from its tokenizer", "use a model with a chat template")
         self._end = self._end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end)
         self._stops = {self._end_id, *(stops := stop_ids(tokenizer, model_name))}
         if self._end_id not in stops and self._end != end_of_turn(tokenizer):
             self._refuse(
-                f"ends a turn with {self._end!r} and further tokens, and the server does not stop at the first one",
+                f"ends a turn with {self._end!r} and further tokens, but the server does not stop at the first of them",
                 f"add {self._end_id} to eos_token_id in the model's generation_config.json",
             )
         self._format = ""
@@ -75,16 +76,16 @@ class Conversation:
             self._prove(answers)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Conversation":
-        """Return a copy with other tools, unchecked."""
+        """Return a copy with different tools, for which the template is not verified."""
         copied = copy(self)
         copied.template = {**self.template, "tools": list(tools)}
         copied._format = copied._format_of([PROBE])
         return copied
 
     def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
-        """Return the text of a sampled turn without its calls, and the calls: none if any of them cannot be read.
+        """Return the text of a sampled turn without its tool calls, and the calls; no calls if any is malformed.
 
-        Both are read up to the text `until`, unless it is empty.
+        The turn is only read up to the text `until`, unless that is empty.
         """
         kept = [token for token in token_ids if token not in self._stops]
 
@@ -96,15 +97,19 @@ class Conversation:
         return (text, calls) if calls else (decoded(skip_special_tokens=True), ())
 
     def tokens_between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
-        """Return the tokens from the end of a turn with these `calls`, over the `answers`, to the start of the next.
+        """Return the tokens from the end of a turn with these `calls`, through the `answers`, to the next turn's start.
 
-        `last` is the last token that was sampled: the end of the turn is added unless it is one.
+        `last` is the last sampled token. If it is not a stop token, the token that ends a turn is included.
         """
         _, behind = self._split([USER], placeholder_turn(calls), answers)
         return self._ended(behind, last)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens of a conversation up to the start of the model's turn; UsageError as `tokens_between`."""
+        """Return the tokens of a conversation up to the start of the model's turn.
+
+        Raises:
+            UsageError: the template rejects the messages, or drops one of them.
+        """
         text = self._rendered(messages, is_open=True)
         self._refuse_lost(messages)
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -112,10 +117,10 @@ class Conversation:
     def tokens_following(
         self, history: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]], last: int
     ) -> tuple[int, ...] | None:
-        """Return the tokens from the end of the last turn of `history`, over `added`, to the start of the next.
+        """Return the tokens from the end of the last turn of `history`, through `added`, to the start of the next turn.
 
-        Sampled turns in `history` are placeholders (`placeholder_turn`); `last` as in `tokens_between`. None: the
-        template renders something before that end differently once `added` follows.
+        Sampled turns in `history` are placeholders (`placeholder_turn`); for `last`, see `tokens_between`. Return None
+        if the template renders something before the end of that last turn differently once `added` follows.
         """
         before = self._rendered(history[:-1], is_open=True)
         whole = self._rendered([*history, *added], is_open=True)
@@ -124,7 +129,7 @@ class Conversation:
         is_kept = turn_text.lstrip().startswith(thought) or THOUGHT not in history[-1]["content"]
         if not whole.startswith(before) or not end or not is_kept:
             return None
-        if any(message["content"].strip() not in behind for message in added):  # most come out word by word
+        if any(message["content"].strip() not in behind for message in added):  # most are rendered verbatim
             self._refuse_lost([*history, *added])
         added_ids = self._encoded(behind)
         together = self._tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
@@ -133,10 +138,10 @@ class Conversation:
 
     @property
     def changes_turns(self) -> str:
-        """What to note when `tokens_following` returns None."""
+        """The remark to log when `tokens_following` returns None."""
         return (
             f"the chat template of {self._model_name} changes an earlier turn once an agent's next messages follow:"
-            f" from there on its turns are a sequence of their own; {KEEPS_TURNS}"
+            f" the turns from there on become a separate sequence; {KEEPS_TURNS}"
         )
 
     def _ended(self, behind: str, last: int) -> tuple[int, ...]:
@@ -144,7 +149,7 @@ class Conversation:
         return token_ids[1:] if last in self._stops else token_ids
 
     def _encoded(self, behind: str) -> tuple[int, ...]:
-        """Return the token ids of the end of a turn and of the text after it."""
+        """Return the token ids of the token that ends a turn and of the text after it."""
         return tuple(self._tokenizer(self._end + behind, add_special_tokens=False)["input_ids"])
 
     def _end_of_turn(self) -> str:
@@ -158,7 +163,7 @@ class Conversation:
         return max(ends, key=len)
 
     def _prove(self, answers: Literal["tool", "user"]) -> None:
-        """Render conversations of several turns, with and without thoughts, each beside its beginnings."""
+        """Render conversations of several turns, with and without thoughts, and compare each with its prefixes."""
         begun = self._rendered([USER], is_open=True).rstrip()
         thinks = THOUGHT_ENDS in str(self._tokenizer.chat_template) and not begun.endswith(THOUGHT_ENDS)
         calls = [PROBE] if answers == "tool" else []
@@ -168,7 +173,7 @@ class Conversation:
         if calls:
             self._format = self._format_of(calls)
         if "It is 8." not in behind:
-            self._refuse(f"does not render messages of the role {answers}", "use a model that was trained with tools")
+            self._refuse(f"does not render messages with the role {answers}", "use a model that was trained with tools")
         for thoughts in product(["", THOUGHT] if thinks else [""], repeat=NUM_PROVEN_TURNS):
             history = [USER]
             for thought in thoughts:
@@ -184,10 +189,10 @@ class Conversation:
         )
         added = self._encoded(behind)
         if added[0] != self._end_id or tuple(whole[-len(added) :]) != added:
-            self._refuse("is tokenized differently when it is cut at the end of a turn", KEEPS_TURNS)
+            self._refuse("is tokenized differently when its text is split at the end of a turn", KEEPS_TURNS)
 
     def _format_of(self, calls: Sequence[Call]) -> str:
-        """Return the format in which the template writes calls."""
+        """Return the name of the format in which the template writes tool calls."""
         before = EMPTY_THOUGHT.sub("", self._rendered([USER], is_open=True))
         whole = self._rendered([USER, _turn(calls)])
         turn_text = EMPTY_THOUGHT.sub("", whole[len(before) :]).partition(self._end)[0]
@@ -197,15 +202,15 @@ class Conversation:
         ]
         if not read:
             self._refuse(
-                f"writes a call of a tool as {shortened(repr(turn_text))}, which Bridge cannot read",
-                "use a model whose calls are JSON, as those of Qwen 2.5 and 3, Llama 3 and Mistral",
+                f"writes a tool call as {shortened(repr(turn_text))}, which Bridge cannot parse",
+                "use a model that writes tool calls as JSON, such as Qwen 2.5, Qwen 3, Llama 3 or Mistral",
             )
         return read[0]
 
     def _split(
         self, history: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str]:
-        """Return how a turn that follows `history` is rendered, and the text after its end token."""
+        """Return the rendered text of a turn that follows `history`, and the text after the turn's end token."""
         before = self._rendered(history, is_open=True)
         whole = self._rendered([*history, turn, *answers], is_open=True)
         if not whole.startswith(before):
@@ -223,38 +228,38 @@ class Conversation:
         except Exception as error:  # noqa: BLE001  a template computes with the messages, and may raise anything
             roles = ", ".join(message["role"] for message in messages[:MOST_ROLES])
             self._refuse(
-                f"rejects messages of the roles {roles}: {type(error).__name__}{reason_of(error)}",
-                "use a model trained with tools",
+                f"rejects messages with the roles {roles}: {type(error).__name__}{reason_of(error)}",
+                "use a model that was trained with tools",
             )
         return encodable(text)
 
     def _refuse_lost(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a conversation with a message that the template drops; earlier turns of the model are its own."""
+        """Refuse a conversation if the template drops a message; it may drop earlier turns of the model."""
         known = [dict(message) for message in messages]
         missing = lost(partial(self._rendered, is_open=True), known)
         for message in (known[index] for index in missing if known[index]["role"] != "assistant"):
             self._refuse(
-                f"drops the message of the role {message['role']}, of which the model would not see"
+                f"drops the message with the role {message['role']}, so the model would not see"
                 f" {described(message['content'])}",
-                "send it as a message of the user, or use a model whose template renders it",
+                "send it as a user message, or use a model whose template renders it",
             )
 
     def _refuse_difference(self, rendered: str, expected: str) -> NoReturn:
         index = len(os.path.commonprefix([rendered, expected]))  # noqa: RUF071  the first difference
         shown = [repr(text[max(index - SHOWN, 0) : index + SHOWN]) for text in (expected, rendered)]
-        self._refuse(f"changes an earlier turn once another follows: {shown[0]} becomes {shown[1]}", KEEPS_TURNS)
+        self._refuse(f"changes an earlier turn once a new one follows: {shown[0]} becomes {shown[1]}", KEEPS_TURNS)
 
     def _refuse(self, what: str, hint: str) -> NoReturn:
         raise UsageError(f"the chat template of {self._model_name} {what}", hint=hint)
 
 
 def encodable(text: str) -> str:
-    """Return `text` with a replacement character for each half of a surrogate pair, which JSON may hold alone."""
+    """Replace each lone surrogate in `text`, which JSON allows but UTF-8 does not, by a replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def placeholder_turn(calls: Sequence[Call], *, has_thought: bool = False) -> dict[str, Any]:
-    """Return a turn with calls of the same tools to render for a sampled one, which may contain the end token."""
+    """Return a turn that calls the same tools, to render in place of a sampled turn, which may hold the end token."""
     known = [replace(call, arguments={}) if call.name.isidentifier() else PROBE for call in calls]
     return _turn(known, THOUGHT if has_thought else "")
 

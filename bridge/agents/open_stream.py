@@ -1,4 +1,4 @@
-"""Open the rollout stream of an environment: with single completions, tools or agents."""
+"""Open the rollout stream of an environment, for single-turn completions, tools or agents."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from bridge.types import Environment, Task
 from bridge.weights import skeleton
 
 PER_CORE = 8
-"""Trajectories that run at once for each core of the machine: each has a process, which mostly waits for the model."""
+"""Concurrent trajectories per CPU core: each has its own process, which mostly waits for the model."""
 
 
 def group_sampler(
@@ -36,9 +36,9 @@ def group_sampler(
     max_turns: int = 1,
     pass_size: int = 1,
 ) -> GroupSampler:
-    """Return what samples and scores the groups of an environment; it checks the model's chat template.
+    """Return the group sampler for the environment's kind of interaction; with tools, verify the chat template.
 
-    `pass_size` is how many GPUs compute a pass together.
+    `pass_size` is the number of GPUs that compute a pass together.
     """
     template = chosen.chat_template_kwargs
     if task.interaction == "completion":
@@ -63,15 +63,15 @@ def open_stream(
     progress: Callable[[int, int], None] = lambda *_: None,
     ranks: Ranks = ALONE,
 ) -> EnvironmentStream:
-    """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share.
+    """Prepare everything that does not need a server. With several replicas, the first rank of each samples a share.
 
-    `hosts` is on how many hosts the ranks are.
+    `hosts` is the number of hosts that the ranks run on.
     """
     task = Task.of(environment)
     processes = chosen.reward_processes
-    if not (task.in_workers and ranks.is_tp_rank_zero):  # else another rank samples and scores
+    if not (task.in_workers and ranks.is_tp_rank_zero):  # in the latter case, a different rank samples and scores
         processes = 0
-    elif processes is None and task.interaction != "completion":  # one for each trajectory that runs at once
+    elif processes is None and task.interaction != "completion":  # one per concurrent trajectory
         at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * hosts)
         processes = max(1, at_once // ranks.dp_size)
     tokenizer = skeleton.tokenizer(model_name)

@@ -1,9 +1,9 @@
-"""An OpenAI-compatible server on loopback, inside the trainer, with a base URL for each run of an agent.
+"""An OpenAI-compatible server on loopback, inside the trainer, with a separate base URL for each run of an agent.
 
-It runs in the event loop of the sampler. A `stream` is one chunk. A request without the URL of a run is refused before
-its body is read.
+It runs in the sampler's event loop. A `stream` response is sent as one chunk. A request whose URL belongs to no run is
+refused before its body is read.
 
-Not covered: what a request means (`chat_request.py`), and what it becomes (`agent_runs.py`).
+Not covered: parsing requests (`chat_request.py`), and sampling for them (`agent_runs.py`).
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from bridge.agents import chat_request, responses_api
 from bridge.core.http_limits import Refusal, limit_connections, read_body
 
 KEPT_S = 60
-"""Seconds until an idle connection is closed."""
+"""Seconds after which an idle connection is closed."""
 CLOSING_S = 1
 ACCEPTED_AT_ONCE = 64
-"""Connections that the event loop accepts before it looks at any of them."""
+"""Connections that the event loop accepts in one go before it serves any of them."""
 QUEUED = 2048
-"""Connections that wait in the kernel."""
+"""Connections that may wait in the kernel's backlog."""
 ENDED = "this run has ended or never existed"
 APIS: Mapping[str, ModuleType] = {"chat/completions": chat_request, "responses": responses_api}
-"""Route -> its protocol: a request as one for a chat completion, and the answer as a document or a stream."""
+"""Route -> the module that converts its requests to chat-completion requests, and formats the responses."""
 EXPECTED = f"expected {' or '.join(f'POST {route}' for route in APIS)} or GET models"
 ENDS_CONNECTION = (404, 408, 413)
-"""Statuses of requests whose body was not read: it may still arrive."""
+"""Statuses after which the connection is closed, because the request's body was not read and may still arrive."""
 Document = Mapping[str, Any]
 Answer = Callable[[Any], Awaitable[Document]]
-"""A request for a chat completion -> the fields `choices` and `usage`; it may raise a Refusal."""
+"""A chat-completion request -> the response's fields `choices` and `usage`; may raise Refusal."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class _Run:
 
 
 class Recorder:
-    """The server; used from one event loop, in which it starts with the first run."""
+    """The server; used from a single event loop, and started there by the first run."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -60,9 +60,9 @@ class Recorder:
 
     @asynccontextmanager
     async def run(self, answer: Answer) -> AsyncIterator[str]:
-        """Answer the requests of one run by `answer`, at the base URL that this yields.
+        """Answer the requests of one run with `answer`; yield the run's base URL.
 
-        At the end, those that are still unanswered get an error, and the connections that it used last are closed.
+        On exit, pending requests get an error, and connections that were last used by this run are closed.
         """
         async with self._starting:
             port = await self._started()
@@ -79,7 +79,7 @@ class Recorder:
             self._disconnect(name)
 
     def _disconnect(self, name: str) -> None:
-        """Close the connections whose last request was for a run, once that is answered."""
+        """Close the connections whose last request belonged to this run, as soon as that request is answered."""
         for protocol in list(self._server.server_state.connections):
             scope: Any = getattr(protocol, "scope", None)
             if scope is not None and scope["path"].startswith(f"/{name}/"):
@@ -104,8 +104,8 @@ class Recorder:
             self._server = uvicorn.Server(config)
             self._server.lifespan = config.lifespan_class(config)
             await limit_connections(lambda: self._server, counts_answered=True)
-            await self._server.startup([listener])  # `serve` would take the signals
-            listener.listen(QUEUED)  # asyncio takes one number for both
+            await self._server.startup([listener])  # not `serve`, which would install signal handlers
+            listener.listen(QUEUED)  # asyncio uses a single number for both limits
             self._socket = listener
         port: int = self._socket.getsockname()[1]
         return port
@@ -138,7 +138,7 @@ class Recorder:
             if body.get("stream"):
                 return _response(api.as_stream(document, body), "text/event-stream")
             return _response(json.dumps(document))
-        except RecursionError as error:  # the answer repeats a field of the request
+        except RecursionError as error:  # the response repeats a field of the request
             raise Refusal("the request is nested too deeply") from error
 
     def _run_of(self, name: str) -> _Run:
@@ -155,10 +155,10 @@ async def _body(request: Request) -> bytes:
 
 
 async def _answer_if_connected(run: _Run, chat: Any, request: Request) -> Document:
-    """Answer unless the run ends or the client disconnects first."""
+    """Answer the request; raise Refusal if the run ends or the client disconnects first."""
     made: Any = run.answer(chat)
     task: asyncio.Task[Document] = asyncio.create_task(made)
-    disconnected = asyncio.ensure_future(request.receive())  # the body is read
+    disconnected = asyncio.ensure_future(request.receive())  # the body was read, so the next message is a disconnect
     run.tasks.add(task)
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)

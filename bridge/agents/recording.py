@@ -1,12 +1,12 @@
-"""The turns of an agent's run, from requests that each hold a whole conversation.
+"""Record the turns of an agent's run from requests that each hold a full conversation.
 
-A request whose messages begin with a conversation that was answered continues its tokens. Any other begins a sequence
-of its own: another agent of the same run, a history that was edited or shortened, or a chat template that changes
-earlier turns. So do all but the first of several requests that continue the same turn; they share what comes before,
-and each turn is trained on in one sequence.
+A request whose messages begin with an already answered conversation continues that conversation's tokens. Any other
+request begins a new sequence: a second agent in the same run, a history that was edited or shortened, or a chat
+template that changes earlier turns. If several requests continue the same turn, all but the first begin a new sequence,
+too. Such sequences share earlier turns, and each turn is trained on in only one of them.
 
-What is kept of a request are the messages that it adds, and a digest of the conversation: the memory of a run grows
-with its text, not with its text times its turns.
+Only the messages that a request adds are kept, and a digest of its conversation. So the memory of a run grows with its
+text, not with its text times its number of turns.
 """
 
 import hashlib
@@ -34,36 +34,36 @@ class Turn:
     request: "TurnRequest"
     completion: Completion
     key: bytes
-    """Digest of the tools and of each message up to this turn's own: another request that begins so continues it."""
+    """Digest of the tools and of all messages including this turn; a request with this prefix continues the turn."""
     calls: tuple[Call, ...]
     shown: Mapping[str, Any]
-    """A made-up turn in place of this one, for the chat template."""
+    """A placeholder for this turn, to render with the chat template."""
 
     @property
     def history(self) -> list[Mapping[str, Any]]:
-        """Return the messages up to this turn's own for the chat template, with made-up turns."""
+        """Return all messages including this turn for the chat template, with placeholders for sampled turns."""
         turns = [*self.request.turns, self]
         return [message for turn in turns for message in (*turn.request.messages, turn.shown)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TurnRequest:
-    """A request for a turn, as tokens."""
+    """A tokenized request for a turn."""
 
     chat: ChatRequest
     """The request without its messages."""
     key: bytes
-    """Digest of the tools and of every message."""
+    """Digest of the tools and of all messages."""
     before: Turn | None
-    """The turn that it continues."""
+    """The turn that this request continues; None if it begins a new sequence."""
     added: tuple[int, ...]
-    """The tokens that it adds to it; without one, the whole prompt."""
+    """The tokens that follow the turn `before`; the whole prompt if that is None."""
     messages: tuple[Mapping[str, Any], ...]
-    """Messages that this turn adds."""
+    """The messages that this request adds."""
 
     @property
     def turns(self) -> list[Turn]:
-        """Return the turns before it, the first one first."""
+        """Return the earlier turns of the sequence, the first one first."""
         turns = list[Turn]()
         turn = self.before
         while turn is not None:
@@ -73,7 +73,7 @@ class TurnRequest:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return every token that the model reads."""
+        """Return all tokens of the prompt."""
         pieces = [(*turn.request.added, *turn.completion.token_ids) for turn in self.turns]
         return (*(token for piece in pieces for token in piece), *self.added)
 
@@ -87,19 +87,19 @@ class Recording:
     """The turns of one run."""
 
     def __init__(self, conversation: Callable[[Tools], Conversation]) -> None:
-        """`conversation` returns that of the model with these tools."""
+        """`conversation` returns the model's conversation with a set of tools."""
         self.turns: list[Turn] = []
-        """Turns in the order of their answers."""
+        """Turns in the order in which they were answered."""
         self.remarks: set[str] = set()
-        """What the user should know of its requests, which a rehearsal drops."""
+        """Remarks about the requests, to be logged for the user; a rehearsal drops them."""
         self._conversation = conversation
         self._call_numbers = count()
         self._known: dict[bytes, Turn] = {}
         self._tools: dict[str, tuple[Mapping[str, Any], ...]] = {}
-        """Each set of tools once, by its JSON: every request has them all."""
+        """Sets of tools by their JSON, each stored once, because every request repeats them."""
 
     def begin(self, chat: ChatRequest) -> TurnRequest:
-        """Return a request as tokens: those of the turn that it continues, exactly, and what it adds."""
+        """Tokenize a request: the exact tokens of the turn that it continues, followed by the tokens that it adds."""
         conversation = self._conversation(chat.tools)
         messages = chat.messages
         tools = json.dumps(chat.tools)
@@ -122,9 +122,10 @@ class Recording:
         return TurnRequest(chat=kept, key=key, before=None, added=conversation.prompt(messages), messages=messages)
 
     def add(self, request: TurnRequest, completion: Completion) -> dict[str, Any]:
-        """Record the answer to a request, and return it as a message.
+        """Record the completion of a request, and return it as a message.
 
-        A text of the request's `stop` that ended it is left out of its text; its tokens stay, as they were sampled.
+        If a stop text of the request ended the turn, it is removed from the message's text. Its tokens stay, because
+        they were sampled.
         """
         until = request.chat.stop_in(completion)
         completion = replace(completion, text=completion.text.partition(until)[0]) if until else completion
@@ -149,7 +150,7 @@ class Recording:
         return message
 
     def sequences(self) -> list[SequenceBuilder]:
-        """Return the token sequences of the run; each turn is sampled in one of them, and read in the others."""
+        """Return the token sequences of the run. Each turn is sampled in one of them, and context in the others."""
         continued = {turn.request.before for turn in self.turns}
         written_turns = set[Turn]()
         sequences = list[SequenceBuilder]()
@@ -171,13 +172,13 @@ class Recording:
         return sequences
 
     def _named(self, index: int, call: Call) -> Call:
-        """Return a call with an id that no other of the run has, unless the model wrote one."""
+        """Return a call with an id that is unique in the run, unless the model wrote an id."""
         is_numbered = call.id == f"call{index:05d}"
         return replace(call, id=f"call{next(self._call_numbers):05d}") if is_numbered else call
 
 
 def _read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of a request for a transcript."""
+    """Convert a message of a request to its form in a transcript."""
     entry = {"role": message["role"], "text": message["content"]}
     if calls := message.get("tool_calls"):
         entry["tool_calls"] = [{"id": call["id"], **shallow(call["function"])} for call in calls]
@@ -187,10 +188,10 @@ def _read(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """Return a turn as a message of the protocol, with its thought in a separate field."""
+    """Return a turn as a message in OpenAI's format, with its thought in a separate field."""
     thought, end, rest = text.rpartition(THOUGHT_ENDS)
     if not end and text.lstrip().startswith(THOUGHT_BEGINS):
-        thought, end, rest = text, THOUGHT_ENDS, ""  # it was truncated
+        thought, end, rest = text, THOUGHT_ENDS, ""  # the thought was truncated
     content = rest.strip() if end or calls else rest
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
     if end:
@@ -206,5 +207,5 @@ def _written(call: Call) -> dict[str, Any]:
 
 
 def _chained(before: bytes, text: str) -> bytes:
-    """Return the digest of a conversation: `before` is that without its last message, whose key is `text`."""
+    """Return the digest of a conversation from `before`, the digest without its last message, and that one's key."""
     return hashlib.sha256(before + text.encode()).digest()

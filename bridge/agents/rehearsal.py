@@ -1,4 +1,4 @@
-"""Try an environment before anything starts: encode the prompts of some problems, and score made-up completions."""
+"""Test an environment before a run starts: encode the prompts of some problems, and score made-up completions."""
 
 import asyncio
 import json
@@ -29,15 +29,15 @@ from bridge.weights import skeleton
 logger = logging.getLogger(__name__)
 
 NUM_PROBLEMS = 3
-"""Problems whose made-up completions are scored before the start."""
+"""Number of problems for which made-up completions are scored."""
 NUM_TRIED = 256
-"""Problems of a list whose prompts are tried before the start."""
+"""Maximum number of prompts to encode if the problems are a list."""
 NUM_MADE = 64
-"""Problems checked at the start if they are generated on demand."""
+"""Number of prompts to encode if problems are generated on demand."""
 MOST_CHARACTERS = 2_000_000
-"""Characters of the prompts that are drawn from a list to be tried: reading them takes about a second."""
+"""Maximum total length of the prompts drawn at random from a list; encoding these takes about a second."""
 LIMIT_S = 10.0
-"""Time limit of all scores together; in training, `--reward-timeout-s` applies."""
+"""Total time limit for scoring in a rehearsal; in training, `--reward-timeout-s` applies."""
 
 
 def rehearse(
@@ -49,10 +49,10 @@ def rehearse(
     max_model_len: int | None = None,
     pass_size: int = 1,
 ) -> None:
-    """Try the prompts of some problems, as `tried` returns them, and score the first ones.
+    """Encode the prompts of the problems that `tried` returns, and score made-up completions of the first ones.
 
-    Problems that are not fatal are logged. `max_model_len` is the longest sequence of the server in tokens, if it is
-    known. `pass_size` is how many GPUs compute a pass together.
+    Findings that are not fatal are logged. `max_model_len` is the server's longest sequence in tokens, if known.
+    `pass_size` is the number of GPUs that compute a pass together.
     """
     task = Task.of(environment)
     sample, lines = tried(task)
@@ -64,7 +64,7 @@ def rehearse(
         call_here=sampler.loop.call_here,
     )  # fmt: skip
     with sampler, closing(scorer):
-        tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
+        tokenizer = skeleton.tokenizer(model_name)  # takes seconds, while the scoring process starts
         vocabulary = Vocabulary.of(tokenizer, model_name)
         vocabulary.check_stop(sampling.stop)
         groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, pass_size=pass_size)
@@ -89,7 +89,7 @@ def rehearse(
         logger.warning(what)
         return
     hint = (
-        "fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
+        "fix the score method; it may return 0.0 for a completion in an unexpected format (to train anyway:"
         " --max-unscored-share 1)"
     )
     if processes and (hidden := redaction.hidden_variables(chosen.worker_env)):
@@ -115,7 +115,7 @@ def _check_prompt(
     if max_model_len is not None and num_tokens + longest > max_model_len:
         raise RewardError(
             f"the prompt {described(problem['prompt'])} is too long: its {num_tokens:,} tokens and the {longest:,} of"
-            f" --max-new-tokens exceed the server's longest sequence, which has {max_model_len:,}",
+            f" --max-new-tokens exceed the server's longest sequence of {max_model_len:,} tokens",
             hint="leave such problems out, lower --max-new-tokens, or serve with a larger --max-model-len",
         )
 
@@ -125,15 +125,15 @@ def _check_template(arguments: Iterable[str], template: str) -> None:
         why = "the model's chat template does not use " + ", ".join(unused) if template else "the prompts are text"
         raise UsageError(
             f"--chat-template-kwargs has no effect: {why}",
-            hint="leave it out, or give the names that the model's chat template uses",
+            hint="leave it out, or use names that occur in the model's chat template",
         )
 
 
 def tried(task: Task) -> tuple[list[tuple[str, Problem]], list[str]]:
-    """Return problems of each kind with their places, and a line about how many they are of, unless they are all.
+    """Return the problems to test, with their positions, and a line for each list of which only a part is tested.
 
-    Of a list these are the first ones, the longest, the first with images, one of each form, and others from anywhere
-    in it; of problems that are made as they are needed the first ones.
+    From a list, these are the first problems, the longest one, the first one with images, one of each form, and a
+    random selection. If problems are generated on demand, these are the first ones.
     """
     problems = iter(task)
     listed = [*islice(problems, length_hint(problems))]
@@ -143,13 +143,13 @@ def tried(task: Task) -> tuple[list[tuple[str, Problem]], list[str]]:
         indices = _chosen(whole)
         chosen += [(f"{name} {index + 1} of {len(whole):,}", whole[index]) for index in indices]
         if len(indices) < len(whole):
-            lines.append(f"the prompts of {len(indices)} of {len(whole):,} {name}s are tried before the start")
+            lines.append(f"the prompts of {len(indices)} of {len(whole):,} {name}s are tested before the start")
     made = [] if listed else [*islice(problems, NUM_MADE)]
     return [*((f"problem {index + 1}", problem) for index, problem in enumerate(made)), *chosen], lines
 
 
 def _chosen(problems: Sequence[Problem]) -> list[int]:
-    """Return the indices of the problems to try, the first ones first."""
+    """Return the indices of the problems to test; the first problems of the list come first."""
     first = range(len(problems))[:NUM_PROBLEMS]
     longest = nlargest(1, range(len(problems)), key=lambda index: len(str(problems[index]["prompt"])))
     pictured = [index for index, problem in enumerate(problems) if problem.get("images")][:1]
@@ -169,7 +169,7 @@ def _chosen(problems: Sequence[Problem]) -> list[int]:
 
 
 def _form(problem: Problem) -> Any:
-    """Return the same for problems whose messages have the same roles in the same order, and the same keys."""
+    """Return a value that is equal for problems whose messages have the same roles and keys in the same order."""
     prompt = problem["prompt"]
     if isinstance(prompt, str):
         return str
@@ -177,7 +177,7 @@ def _form(problem: Problem) -> Any:
 
 
 async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[FailedScore]:
-    """Score until one completion gets a reward; return the failures, or nothing if one did or time is up."""
+    """Score until a completion gets a reward; return the failures, or nothing if one got a reward or time is up."""
     failures: list[FailedScore] = []
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -197,10 +197,10 @@ async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[F
 
 
 def completions(problem: Problem) -> Iterator[str]:
-    """Yield what a model might answer: the right answer in several forms, another number, and nothing."""
+    """Yield possible completions: the right answer in several formats, a different number, and an empty text."""
     try:
         answer = str(problem.get("answer", 42))
-    except Exception:  # noqa: BLE001  a foreign __str__, an integer of too many digits
+    except Exception:  # noqa: BLE001  a custom __str__, or an integer with too many digits
         answer = "42"
     yield answer
     yield f"<think>I add.</think>\n<answer>{answer}</answer>\n#### {answer}\n\\boxed{{{answer}}}"

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, translated to and from requests for a chat completion.
+"""OpenAI's Responses API, translated to and from chat-completion requests.
 
-A request holds the whole conversation, as the OpenAI Agents SDK sends it by default. Nothing is stored, so a request
-that refers to an earlier response is refused, and so are tools that run on OpenAI's servers.
+A request must hold the full conversation, as the OpenAI Agents SDK sends it by default. Responses are not stored, so a
+request that refers to an earlier response is refused. So are tools that run on OpenAI's servers.
 
 Source: the reference of OpenAI's API, `POST /v1/responses`, and `openai.types.responses` of openai 3.57.
 """
@@ -19,19 +19,19 @@ from bridge.core.http_limits import Refusal
 WITHOUT_EFFECT = ("include", "truncation", "reasoning", "prompt_cache_retention", "prompt_cache_options")
 STORED = ("previous_response_id", "conversation", "prompt")
 TRANSLATED = ("input", "instructions", "tools", "tool_choice", "text", "max_output_tokens")
-"""Fields with another form in a request for a chat completion; the others are checked there."""
+"""Fields that have a different form in a chat-completion request; `chat_request.py` checks the others."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 Item = Mapping[str, Any]
 
 
 def as_chat(body: Any) -> dict[str, Any]:
-    """Return the same request for a chat completion."""
+    """Translate a request to a chat-completion request."""
     try:
         return _chat(given_fields(body))
     except Refusal:
         raise
     except Exception as error:  # an agent may send anything
-        raise Refusal(f"the request cannot be read: {type(error).__name__}{reason_of(error)}") from error
+        raise Refusal(f"the request cannot be parsed: {type(error).__name__}{reason_of(error)}") from error
 
 
 def _chat(given: Item) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _chat(given: Item) -> dict[str, Any]:
 
 
 def as_document(body: Item, answer: Item) -> dict[str, Any]:
-    """Convert the answer to a chat completion into the answer to `body`, the original request."""
+    """Convert a chat-completion response into the response to `body`, the original request."""
     (choice,) = answer["choices"]
     is_cut = choice["finish_reason"] == "length"
     usage = answer["usage"]
@@ -93,7 +93,7 @@ def as_stream(response: Item, _: Item) -> str:
 
 
 def _messages(given: Item) -> list[dict[str, Any]]:
-    """Return the conversation as messages: the items of one turn of the model become one message."""
+    """Return the conversation as messages; all items of a turn of the model become one message."""
     instructions = given.get("instructions")
     items = given["input"]
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
@@ -115,12 +115,12 @@ def _messages(given: Item) -> list[dict[str, Any]]:
         elif kind == "message":
             messages.append({"role": item["role"], "content": text_of(item["content"], TEXT_PARTS)})
         else:
-            raise Refusal(f"input has an item of the type {shortened(str(kind))}, expected messages and function calls")
+            raise Refusal(f"input has an item of type {shortened(str(kind))}, expected messages and function calls")
     return messages
 
 
 def _add(turn: dict[str, Any], kind: str, item: Item) -> None:
-    """Add an item of the model to its turn."""
+    """Add an item that the model wrote to the message of its turn."""
     if kind == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
@@ -132,13 +132,13 @@ def _add(turn: dict[str, Any], kind: str, item: Item) -> None:
 
 def _tool(tool: Item) -> dict[str, Any]:
     if tool["type"] != "function":
-        raise Refusal(f"tools has one of the type {shortened(str(tool['type']))}, expected functions of the agent")
+        raise Refusal(f"tools has one of type {shortened(str(tool['type']))}, expected functions of the agent")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def _items(message: Item, status: str) -> Iterator[dict[str, Any]]:
-    """Yield a turn of the model as items: its thought, its text, and its calls."""
+    """Yield the items of a turn of the model: its thought, its text, and its tool calls."""
     if thought := message.get("reasoning_content"):
         parts = [{"type": "reasoning_text", "text": thought}]
         yield {"type": "reasoning", "id": _id("rs"), "summary": [], "content": parts, "status": status}
@@ -166,7 +166,7 @@ def _events(response: Item) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(item: Item) -> Iterator[dict[str, Any]]:
-    """Yield the events of one item's text, without the item."""
+    """Yield the events for an item's text, without the fields that identify the item."""
     if item["type"] == "function_call":
         kind = "response.function_call_arguments"
         arguments = item["arguments"]

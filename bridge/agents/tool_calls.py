@@ -1,4 +1,4 @@
-"""How models write calls of tools: each syntax that is read from a turn, and the calls in a turn's text."""
+"""Parse tool calls from the text of a turn, in each syntax in which models write them."""
 
 import json
 import re
@@ -12,14 +12,14 @@ from bridge.rollouts.chat_template import THOUGHT_ENDS, call_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A way to write calls as JSON."""
+    """A syntax for tool calls in JSON."""
 
     marks: re.Pattern[str]
-    """Text before the JSON (an object or a list of objects), or the end of a thought."""
+    """Matches the text before the JSON (an object or a list of objects), or the end of a thought."""
     ends: re.Pattern[str]
-    """Text after the JSON."""
+    """Matches the text after the JSON."""
     last: re.Pattern[str] | None = None
-    """The end of a call; behind the last one of a turn no call is looked for, such as an unclosed `<tool_call>`."""
+    """Matches the end of a call; text after the last match, such as an unclosed `<tool_call>`, is not searched."""
 
 
 FORMATS: Mapping[str, Format] = {
@@ -34,20 +34,20 @@ FORMATS: Mapping[str, Format] = {
         ends=re.compile(r"\s*\Z"),
     ),
 }
-"""Name -> the format; a template's own rendering shows which one it uses."""
+"""Name -> format; `Conversation` detects a template's format from how it renders a call."""
 DECODER = json.JSONDecoder()
 ARGUMENTS = ("arguments", "parameters")
-"""Names of the arguments in these objects."""
+"""Keys under which models write the arguments of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a tool."""
+    """One tool call."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     id: str = "call00000"
-    """Id that the model wrote; some templates expect nine letters and digits."""
+    """The id that the model wrote, or a made-up one; some templates expect nine letters and digits."""
 
     def as_message(self) -> dict[str, Any]:
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}
@@ -57,12 +57,12 @@ class Call:
 
 
 def parsed(text: str, form: str) -> tuple[Call, ...]:
-    """Return the calls in the text of a turn, written as in `FORMATS`; none if any of them cannot be read."""
+    """Return the calls in the text of a turn, in the format named `form`; none if any of them is malformed."""
     return split(text, form)[1]
 
 
 def split(text: str, form: str) -> tuple[str, tuple[Call, ...]]:
-    """Return the text of a turn without its calls, and the calls: none if any of them cannot be read."""
+    """Return the text of a turn without its calls, and the calls; no calls if any of them is malformed."""
     try:
         written = _written(text, FORMATS[form]) if form else []
         calls = tuple(_calls(content for _, _, content in written))
@@ -74,12 +74,13 @@ def split(text: str, form: str) -> tuple[str, tuple[Call, ...]]:
 
 
 def _written(text: str, form: Format) -> list[tuple[int, int, Any]]:
-    """Return where each call begins and ends, and its JSON; what a thought holds is no call.
+    """Return the start, the end and the parsed JSON of each call; text inside a thought is ignored.
 
-    The JSON itself tells where it ends: its texts may hold any mark, such as `</tool_call>` or `</think>`.
+    The end of a call follows from its JSON, because strings in it may contain any marker, such as `</tool_call>` or
+    `</think>`.
 
     Raises:
-        ValueError: a call cannot be read.
+        ValueError: a call is malformed.
     """
     last = len(text)
     if form.last is not None:

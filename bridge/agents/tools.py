@@ -1,7 +1,7 @@
-"""Classes with tools and classes of agents, made once in each worker and run for one trajectory after the other.
+"""The user's classes with tools and agent classes: instantiated once per worker, and run for one trajectory at a time.
 
-A class with tools has the shape of TRL's `environment_factory`: reset, public methods as tools, and a reward. An agent
-has a method `run`, which gets its turns from an OpenAI-compatible address and may return the reward.
+A class with tools has the interface of TRL's `environment_factory`: `reset`, public methods as tools, and a reward. An
+agent class has a method `run`, which requests turns from an OpenAI-compatible base URL and may return the reward.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from bridge.types import Problem
 NO_TOOLS = ("reset", "get_reward", "score", "scores", "held_out")
 """Public methods that the model cannot call."""
 LONGEST_ANSWER = 10_000
-"""Characters of a tool's answer, and of what `reset` adds to the prompt; the rest is cut, with a note."""
+"""Maximum length of a tool result, and of the text that `reset` adds; longer texts are truncated, with a note."""
 EXPECTED = "a finite number, one per turn, or a dict of finite numbers"
 
 
@@ -40,7 +40,7 @@ class _InstanceHost(Host):
     """Holds an instance of the user's class; each concurrent trajectory gets its own."""
 
     def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
-        """Make it by `make`; `rewards` replace its own."""
+        """Create the instance by calling `make`; `rewards` replace its own reward."""
         self._make = make
         self._rewards = rewards
         self._instance = make()
@@ -63,11 +63,11 @@ class Tools(_InstanceHost):
             Host.__init__(self, rewards or self._instance)
 
     def get_reward(self, *_: Any) -> Any:
-        """Return the instance's own reward; called as other scores are."""
+        """Return the instance's own reward; the arguments of other score methods are ignored."""
         return awaited(self._instance.get_reward())
 
     def begin(self, problem: Problem) -> Reply | FailedScore:
-        """Reset it for a trajectory; the reply is what `reset` adds to the prompt."""
+        """Reset the instance for a trajectory; the reply holds the text that `reset` adds to the prompt."""
         try:
             added = awaited(self._instance.reset(**problem))
             if not isinstance(added, str | None):
@@ -77,7 +77,7 @@ class Tools(_InstanceHost):
         return Reply(text=_cut(added or ""))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
-        """Call a tool; what it raises is the answer that the model gets."""
+        """Call a tool; if it raises, the reply holds the error as text for the model."""
         if name not in self._names:
             return Reply(text=f"error: there is no tool {name}, only {', '.join(self._names)}", is_error=True)
         try:
@@ -87,10 +87,10 @@ class Tools(_InstanceHost):
 
 
 class Agent(_InstanceHost):
-    """An instance of a class of agents; `rewards` replace what it returns."""
+    """An instance of an agent class; `rewards` replace the reward that it returns."""
 
     runs_in_thread = True
-    """This process answers its requests while it runs."""
+    """Run in a thread, because this process must answer the agent's requests meanwhile."""
 
     def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
         super().__init__(make, rewards)
@@ -101,7 +101,7 @@ class Agent(_InstanceHost):
         Host.__init__(self, scores, None if scores else self._run)
 
     def run(self, problem: Problem, base_url: str) -> Reply | Score | FailedScore:
-        """Run it to its end; a reply means that `score` has the reward."""
+        """Run the agent to its end; a reply means that `score` must be called for the reward."""
         try:
             result = self._result(self._instance.run(problem, base_url))
             if self._rewards or (result is None and self._scores is not None):
@@ -109,7 +109,7 @@ class Agent(_InstanceHost):
             score = returned(result)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001  foreign code, in whose event loop a task may be cancelled
+        except BaseException as error:  # noqa: BLE001  foreign code may raise anything, even CancelledError
             return self._run.raised(problem, error, is_raised=True)
         if score is not None:
             return score
@@ -118,14 +118,14 @@ class Agent(_InstanceHost):
         return failed(problem, "", kind, f"{what} ({self._run.location})")
 
     def score(self, problem: Problem, completion: str) -> Score | FailedScore:
-        """Score the trajectory that ran last, by its last turn's text; 0 if the run alone scores, and it raised."""
+        """Score the last trajectory by the text of its last turn; 0 if only `run` returns rewards, and it raised."""
         return Score(reward=0.0) if self._scores is None else super().score(problem, completion)
 
     def _result(self, result: Any) -> Any:
-        """Return what a run returned, or awaits: in a worker always in the same event loop, as clients expect."""
+        """Return a run's result, awaited if necessary; in a worker, always in one event loop, as clients expect."""
         if not inspect.isawaitable(result) or threading.current_thread() is not threading.main_thread():
             return awaited(result)
-        import asyncio  # which most classes do not need
+        import asyncio  # imported here because most classes do not need it
 
         async def alone() -> Any:
             try:
@@ -141,19 +141,19 @@ class Agent(_InstanceHost):
 
 
 def awaited(result: Any) -> Any:
-    """Return what foreign code returned; await it if it is awaitable."""
+    """Return a result of foreign code, awaited if it is awaitable."""
     if not inspect.isawaitable(result):
         return result
-    import asyncio  # which most classes do not need
+    import asyncio  # imported here because most classes do not need it
 
     from bridge.core.concurrency import in_thread, result_of
 
     async def value() -> Any:
         return await result
 
-    return result_of(in_thread(lambda: asyncio.run(value()), "awaited"))  # this one may have an event loop
+    return result_of(in_thread(lambda: asyncio.run(value()), "awaited"))  # this thread may have an event loop
 
 
 def _cut(text: str) -> str:
-    note = f"... (cut: it has {len(text):,} characters)"
+    note = f"... (truncated from {len(text):,} characters)"
     return text if len(text) <= LONGEST_ANSWER else text[: LONGEST_ANSWER - len(note)] + note

@@ -1,7 +1,7 @@
-"""Trajectories of a model that calls tools: turns sampled one after the other, for many problems at once.
+"""Trajectories of a model that calls tools: turns are sampled one after the other, for many problems concurrently.
 
-A trajectory is one completion: every token after the prompt; `sampled` marks those of the model. Each turn sends the
-server all tokens so far, exactly as they were sampled.
+A trajectory is one completion that holds every token after the prompt; `sampled` marks the tokens that the model
+sampled. Each turn sends the server all tokens so far, exactly as they were sampled.
 """
 
 import math
@@ -26,16 +26,16 @@ from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.types import Completion, FinishReason, Problem
 
 NOT_SAMPLED = 0.0, 0
-"""Placeholder for the kept words of a context token, which nobody reads."""
+"""Placeholder in `kept` for a context token, which is never read."""
 SEQUENCE_BREAK = "\n---\n"
-"""Between the texts of the sequences of one trajectory."""
+"""Separator between the texts of the sequences of one trajectory."""
 DEEPEST = 32
-"""Levels of a call's arguments in a transcript."""
+"""Maximum nesting depth of a call's arguments in a transcript."""
 
 
 @dataclass(kw_only=True)
 class SequenceBuilder:
-    """One token sequence of a trajectory, as it grows."""
+    """Builds one token sequence of a trajectory, turn by turn."""
 
     prompt: tuple[int, ...] = ()
     token_ids: list[int] = field(default_factory=list)
@@ -45,9 +45,9 @@ class SequenceBuilder:
     kept: list[tuple[float, int]] = field(default_factory=list)
     """Empty without filters."""
     experts: bytes = b""
-    """Experts of all tokens but the last, prompt included."""
+    """Experts of all tokens except the last, including the prompt's."""
     transcript: list[dict[str, Any]] = field(default_factory=list)
-    """Each turn and each answer, as in `Completion`."""
+    """All turns and tool results, as in `Completion`."""
     last: str = ""
     """The text of the last turn."""
     tool_errors: int = 0
@@ -65,7 +65,7 @@ class SequenceBuilder:
         self.finish_reason = completion.finish_reason
 
     def add_experts(self, experts: bytes) -> None:
-        """Add the experts that the server reported for a turn; if there are none, drop those of earlier turns."""
+        """Append the experts that the server reported for a turn; if it reported none, drop those of earlier turns."""
         self.experts = self.experts + experts if experts else b""
 
     def add_answers(self, token_ids: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class SequenceBuilder:
             self.kept += [NOT_SAMPLED] * count
 
     def completion(self, start: int) -> Completion:
-        """Return it as a completion of the shared prompt, the first `start` tokens of its own."""
+        """Return the sequence as a completion of the shared prompt, which is the first `start` tokens of its own."""
         rest = self.prompt[start:]
         count = len(rest)
         lines = [f"{entry.get('name', entry['role'])}: {entry['text']}" for entry in self.transcript]
@@ -98,7 +98,7 @@ class SequenceBuilder:
 
 
 class TrajectorySampler(GroupSampler):
-    """Samples completions of several turns; a subclass adds what comes between the turns."""
+    """Samples multi-turn completions; a subclass adds the tokens between turns."""
 
     is_chat = True
 
@@ -111,9 +111,9 @@ class TrajectorySampler(GroupSampler):
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        """Return trajectories; the seed of a turn comes from the numbers of the trajectory and the turn.
+        """Return trajectories; the seed of a turn follows from the numbers of the trajectory and the turn.
 
-        The prompt is what all of them begin with: each may add something else to it.
+        The group's prompt is the common prefix of all trajectories, because each may add different text to it.
         """
         first = index * num_samples
         return joined(
@@ -126,7 +126,7 @@ class TrajectorySampler(GroupSampler):
     async def _usable_trajectory(
         self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
     ) -> tuple[Sequence[SequenceBuilder], Score | FailedScore]:
-        """Return a trajectory; one that a server rejects, since it is too long, has no tokens and no reward."""
+        """Return a trajectory; if a server rejects it as too long, it has no tokens and no reward."""
         try:
             return await self._trajectory(servers, problem, seed=seed, number=number, **params)
         except RejectedRequestError as error:
@@ -149,7 +149,7 @@ class TrajectorySampler(GroupSampler):
         num_routed: int,
         **params: Any,
     ) -> Completion:
-        """Sample a turn of the trajectory `number`, with the experts of the tokens after the first `num_routed`."""
+        """Sample a turn of trajectory `number`; request the experts of all tokens after the first `num_routed`."""
         (completion,) = await self._sampler.one(
             [pinned(servers, number)],
             tuple(token_ids),
@@ -163,7 +163,7 @@ class TrajectorySampler(GroupSampler):
 
 
 def pinned(servers: Servers, number: int) -> Server:
-    """Return the same server in every turn of a trajectory: it has the prefix in its cache."""
+    """Return the server for a trajectory: the same one in every turn, because it has the prefix in its cache."""
     listed = servers()
     return listed[number % len(listed)]
 
@@ -186,7 +186,7 @@ class Trajectories(TrajectorySampler):
         return self._prompt(problem, "")
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
-        """Score a trajectory that calls no tool."""
+        """Score a trajectory that does not call any tool."""
         async with self._scorer.trajectory(problem) as tools:
             begun = await tools.begin()
             return begun if isinstance(begun, FailedScore) else await tools.score(text)
@@ -232,7 +232,7 @@ class Trajectories(TrajectorySampler):
         calls: Sequence[Call],
         tools: Trajectory,
     ) -> Sequence[int] | FailedScore:
-        """Return the tokens between this turn and the next; none if the turn is the last, because it calls no tool."""
+        """Run the turn's calls, and return the tokens between this turn and the next; none if it has no calls."""
         answers = []
         for call in calls:
             reply = await tools.call(call.name, call.arguments)
@@ -244,8 +244,8 @@ class Trajectories(TrajectorySampler):
             answers.append(call.answered(reply.text))
         try:
             return self._conversation.tokens_between(calls, answers, completion.token_ids[-1]) if calls else ()
-        except UsageError as error:  # the template does not take what a tool answered
-            return failed(problem, completion.text, "the chat template rejects a tool's answer", error.message)
+        except UsageError as error:  # the template cannot render the tool's result
+            return failed(problem, completion.text, "the chat template rejects a tool's result", error.message)
 
     def _prompt(self, problem: Problem, added: str) -> tuple[int, ...]:
         return encode(self._tokenizer, as_chat(problem, encodable(added)), **self._conversation.template)
@@ -258,7 +258,7 @@ def as_turn(text: str, calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def shallow(value: Any, levels: int = DEEPEST) -> Any:
-    """Return a JSON value with an ellipsis for what lies deeper: neither pickle nor JSON takes any depth."""
+    """Return a JSON value with everything below `levels` replaced by an ellipsis: pickle and JSON limit the depth."""
     if isinstance(value, Mapping):
         return {name: shallow(inner, levels - 1) for name, inner in value.items()} if levels else "…"
     if isinstance(value, list):
@@ -276,9 +276,9 @@ def as_chat(problem: Problem, added: str = "") -> Problem:
 
 
 def joined(trajectories: Sequence[tuple[Sequence[SequenceBuilder], Score | FailedScore]]) -> Sampled:
-    """Return what all sequences begin with, a completion for each trajectory's sequences, and the rewards."""
+    """Return the common prefix of all sequences as the prompt, one completion per trajectory, and the rewards."""
     prompts = [written.prompt for sequences, _ in trajectories for written in sequences if written.prompt]
-    prompt = tuple(os.path.commonprefix(prompts))  # noqa: RUF071  it takes any sequences
+    prompt = tuple(os.path.commonprefix(prompts))  # noqa: RUF071  it works for any sequences
     completions = []
     for sequences, _ in trajectories:
         first, *others = (written.completion(len(prompt)) for written in sequences)

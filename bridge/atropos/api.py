@@ -223,7 +223,7 @@ class AtroposApi:
             fault = error.errors()[0]
             field = ".".join(map(str, fault["loc"])) or "body"
             route = response.request.url.path
-            raise self._lost(f"{route} answered nonsense: {field}: {fault['msg']}") from error
+            raise self._lost(f"{route} sent an invalid response: {field}: {fault['msg']}") from error
 
     def _lost(self, reason: str) -> AtroposError:
         return AtroposError(

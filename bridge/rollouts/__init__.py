@@ -1,6 +1,6 @@
-"""Finished groups for the trainer, sampled from OpenAI-compatible servers and scored.
+"""Streams of scored groups for the trainer, sampled from OpenAI-compatible servers.
 
-Words: *stream* (what the trainer takes finished groups from), *endpoint* (a server, and the model to request from it),
-*try* (one request for a prompt), *rest* (the time for which a server that failed gets no requests).
+Words: *stream* (a source from which the trainer takes finished groups), *endpoint* (a server, and the name of the model
+to request from it), *try* (one request for a prompt), *rest* (a cooldown: a server that failed gets no requests).
 May import: `bridge.scoring`, `bridge.server`, `bridge.weights.skeleton`, `bridge.config`, `bridge.core`.
 """

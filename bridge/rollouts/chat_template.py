@@ -1,4 +1,4 @@
-"""What a model's chat template makes of a prompt: its messages, its arguments, and the token that ends a turn."""
+"""Apply a model's chat template: messages and arguments, lost content, and the token that ends a turn."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,26 +18,26 @@ from bridge.types import Message, Problem
 Render = Callable[[Sequence[Message]], str]
 """Messages -> the text of the prompt."""
 MARKER = "bridgemark{}x"
-"""Plain letters and digits, which no template trims, escapes or splits; some write capitals."""
+"""Only letters and digits, because no template trims, escapes or splits these; some templates change their case."""
 CONTINUED = "bridgeend"
-"""Marker at the end of a message that is continued."""
+"""Marker at the end of a message that the model continues."""
 COLUMNS = ("tools", "documents")
-"""Keys of a problem that its chat template gets, if it uses them: lists of objects."""
+"""Keys of a problem that are passed to the chat template if it uses them; their values are lists of objects."""
 OWN_ARGUMENTS = "chat_template_kwargs"
-"""Key of a problem with further arguments of the template, an object."""
+"""Key of a problem that holds further template arguments, as an object."""
 SEEN_ANYWAY = ("prompt", "messages", "plain_prompt", "images", "answer", "solution")
-"""Keys of a problem that are its prompt, or what it is scored by."""
+"""Keys of a problem that hold its prompt or the reference for its score."""
 NO_LOSS = ("role", "content", "type", "id", "tool_call_id")
-"""Keys of a message that a template may leave out: the content is checked by itself."""
+"""Keys of a message that a template may leave out without a remark; the content is checked separately."""
 THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
 AS_SYSTEM = "developer"
-"""The role that OpenAI's newer models have in place of `system`; few templates know it."""
+"""The role that OpenAI's newer models use instead of `system`; few templates support it."""
 MEANT = {
     "human": "user", "question": "user", "instruction": "system", "gpt": "assistant", "model": "assistant",
     "bot": "assistant", "ai": "assistant", "function": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
-"""Roles of other formats, and the ones that chat templates know."""
+"""Role in other data formats -> the role that chat templates support."""
 OWN_TEMPLATE = "give the model a chat template that renders it, as chat_template.jinja in its folder"
 USER = {"role": "user", "content": "What do you see?"}
 SEEN = "I see."
@@ -52,24 +52,24 @@ PROBES: Mapping[str, Sequence[Message]] = {
         {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": SEEN},
     ],
 }
-"""Role -> messages of which one has it, where templates expect it."""
+"""Role -> a conversation with one message of this role, at a position where templates expect it."""
 
 
 def apply_chat_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], /, *, tokenize: bool, **options: Any
 ) -> Any:
-    """Return what the chat template makes of a prompt, as text or token ids, up to where the model continues.
+    """Render a prompt with the chat template, as text or token ids, up to the point where the model continues.
 
-    That is the start of its turn; if the last message is the assistant's, the end of this message. A turn that calls
-    tools and says nothing is written as the template expects it.
+    This is the start of a new turn of the assistant, or the end of the last message if that is the assistant's. A turn
+    that calls tools and has no text is written in the form that the template expects.
 
     Raises:
         RewardError: the template rejects the messages, or the last one calls tools.
     """
     if _calls(messages[-1]):
         raise RewardError(
-            f"the prompt {described(messages)} ends with calls of tools, expected their answers behind them",
-            hint="add the answers as messages of the role tool, or leave the calls out",
+            f"the prompt {described(messages)} ends with tool calls, expected their results after them",
+            hint="add the results as messages with the role tool, or leave the calls out",
         )
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     texts = list[str]()
@@ -95,8 +95,9 @@ def apply_chat_template(
 def _open(render: Callable[..., str], messages: Sequence[Message]) -> str:
     """Return the text of a prompt up to where the model continues.
 
-    Templates trim a message, and some put an empty thought in front of one. A message that is continued is still open:
-    a mark at its end protects its white space, and a thought at its start follows what a turn of the model begins with.
+    Templates trim messages, and some put an empty thought in front of one. A message that the model continues must stay
+    open: a marker at its end protects its trailing whitespace, and a thought at its start is placed directly after the
+    generation prompt.
     """
     last = messages[-1]
     if last.get("role") != "assistant":
@@ -115,7 +116,7 @@ def _open(render: Callable[..., str], messages: Sequence[Message]) -> str:
 
 
 def _with_end(message: Message, end: str) -> Message:
-    """Return the message with `end` behind its last text."""
+    """Return the message with `end` appended to its last text."""
     content = message.get("content")
     if not isinstance(content, list):
         return {**message, "content": f"{content or ''}{end}"}
@@ -130,10 +131,10 @@ def _with_end(message: Message, end: str) -> Message:
 
 
 def _forms(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return the messages in the forms in which a template may expect turns that call tools.
+    """Return the messages in each form in which a template may expect turns with tool calls.
 
-    A turn that says nothing has an empty text, or null: many templates write null as `None`, and DeepSeek's know a call
-    by it. DeepSeek's also join the arguments of a call with other text.
+    The content of a turn without text is an empty string or null: many templates write null as `None`, while
+    DeepSeek's recognize a call by it. DeepSeek's templates also concatenate a call's arguments with other text.
     """
     forms = list[list[Message]]()
     for calling in (messages, _with_calls(messages, _as_text)):
@@ -147,10 +148,10 @@ def _forms(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def as_known(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages as templates know them: without keys that have no value, `developer` as `system`.
+    """Return the messages in the form that templates support: without null values, and with `developer` as `system`.
 
-    A Parquet file gives every message the keys of all others, and templates take a key for a value. Arguments of calls
-    that are written as JSON, as in OpenAI's API, become objects: a template would write them as text, or reject them.
+    A Parquet file gives every message the keys of all messages, and templates only test whether a key exists. Call
+    arguments written as JSON text, as in OpenAI's API, become objects: a template would render the text, or reject it.
     """
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
@@ -158,14 +159,14 @@ def as_known(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls(message: Message) -> list[Any]:
-    """Return the calls of tools in a message, if they can be read."""
+    """Return the tool calls of a message; empty if they are malformed."""
     calls: Any = message.get("tool_calls")
     is_list = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     return calls if is_list and all(isinstance(call.get("function"), dict) for call in calls) else []
 
 
 def _with_calls(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
-    """Return the messages with the arguments of every call as `convert` returns them."""
+    """Return the messages with `convert` applied to the arguments of every call."""
     return [
         {**message, "tool_calls": [_with_arguments(call, convert) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
@@ -175,7 +176,7 @@ def _with_calls(messages: Sequence[Message], convert: Callable[[Any], Any]) -> l
 
 
 def call_arguments(written: Any) -> Any:
-    """Return the arguments of a call as an object, which may be written as JSON; nothing and null are no arguments."""
+    """Return the arguments of a call, parsed if they are JSON text; empty text and null mean no arguments."""
     parsed = {} if written in ("", None) else _parsed(written)
     return {} if parsed is None else parsed
 
@@ -192,10 +193,10 @@ def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the chat template `source` gets beside the messages: `template`, and what the problem has for it.
+    """Return the arguments of the chat template `source`: `template`, and those that the problem provides.
 
     Raises:
-        RewardError: `chat_template_kwargs` of the problem is no object, or has a key that Bridge sets.
+        RewardError: the problem's `chat_template_kwargs` is not an object, or has a key that Bridge sets.
     """
     columns = {name: objects(problem.get(name)) for name in COLUMNS if name in str(source)}
     own = _parsed(problem.get(OWN_ARGUMENTS)) or {}
@@ -210,7 +211,7 @@ def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str,
 
 
 def objects(value: Any) -> list[Any]:
-    """Return a list of objects, which may be written as JSON; empty if it is something else."""
+    """Return a list of objects, parsed if it is JSON text; empty if `value` is anything else."""
     parsed = _parsed(value)
     is_list = isinstance(parsed, list) and all(isinstance(entry, Mapping) for entry in parsed)
     return [json_lines.without_nulls(entry) for entry in parsed] if is_list else []
@@ -224,11 +225,11 @@ def _parsed(value: Any) -> Any:
 
 
 def lost(render: Render, messages: Sequence[Message]) -> list[int]:
-    """Return the indices of the messages that do not come out of a chat template.
+    """Return the indices of the messages that a chat template drops.
 
-    Each message gets its own marker, and the rendered text has to contain it. The marker is tried at the end of the
-    message, then inside it, then at its start: a template may test how a message begins or ends, and may leave out a
-    thought. In a message without text, the names of its tool calls are marked.
+    Each message gets its own marker, which the rendered text must contain. The marker is tried at the end of the
+    message, then in the middle, then at the start: a template may test how a message begins or ends, and may leave out
+    a thought. In a message without text, the names of its tool calls are marked.
     """
     missing = [index for index, message in enumerate(messages) if _marked(message, "", 1.0) is not None]
     is_rendered = False
@@ -246,7 +247,7 @@ def lost(render: Render, messages: Sequence[Message]) -> list[int]:
 
 
 def _marked(message: Message, marker: str, place: float) -> Message | None:
-    """Return the message with `marker` in its text, or in the names that it calls; None if it has neither."""
+    """Return the message with `marker` in its text, or in the names of its tool calls; None if it has neither."""
     content = message.get("content")
     if isinstance(content, str) and content.strip():
         return {**message, "content": _with(content, marker, place)}
@@ -273,9 +274,9 @@ def _with(text: str, marker: str, place: float) -> str:
 
 
 def refuse_lost(render: Render, given: Sequence[Message]) -> None:
-    """Raise RewardError if the model would not see a message; a lost turn of the assistant is `lost_turns`'s.
+    """Raise RewardError if the template drops a message; turns of the assistant are exempt (`remarks` reports them).
 
-    `given` are the messages as `as_known` returns them.
+    `given` holds the messages as returned by `as_known`.
     """
     missing = [index for index in lost(render, given) if given[index]["role"] != "assistant"]
     if not missing:
@@ -289,12 +290,12 @@ def refuse_lost(render: Render, given: Sequence[Message]) -> None:
     if isinstance(given[index].get("content"), list) and role in rendered:
         hint = "write its content as one text, not in parts"
     if role == "system":
-        hint = "write its text into the user's message, and use --system-prompt '' if the environment adds it"
+        hint = "move its text into the user's message, and use --system-prompt '' if the environment adds it"
     raise RewardError(
-        f"the model's chat template drops the message of the role {role}{place} in the prompt {described(given)}: the"
+        f"the model's chat template drops the message with the role {role}{place} in the prompt {described(given)}: the"
         f" model would not see {described(given[index].get('content'))}; the template renders"
         f" {'the roles ' + ', '.join(rendered) if rendered else 'no message whose content is text'}",
-        hint=f"{hint}, or {OWN_TEMPLATE}" if hint else f"write a role that it renders, or {OWN_TEMPLATE}",
+        hint=f"{hint}, or {OWN_TEMPLATE}" if hint else f"use a role that it renders, or {OWN_TEMPLATE}",
     )
 
 
@@ -305,25 +306,25 @@ def remarks(
     *,
     read: Collection[str | None] | None = None,
 ) -> Iterator[str]:
-    """Yield what the model sees in another form than the problems have it, or not at all, a line each.
+    """Yield one line for each part of the problems that the model sees in a different form, or not at all.
 
-    `read` names the columns of the prompt and the answer if the problems are rows of a file or a data set: a reward may
-    use the others. None: they are a class's own.
+    `read` names the prompt and answer columns if the problems are rows of a file or data set, whose other columns a
+    reward may use. None: the problems come from a class.
     """
     source = str(tokenizer.chat_template or "")
     chats = [problem for problem in problems if source and not isinstance(problem["prompt"], str)]
     messages = [message for problem in chats for message in _of_chat(problem)]
     if any(message.get("role") == AS_SYSTEM for message in messages):
-        yield f"messages of the role {AS_SYSTEM} are rendered as system, as in an agent's requests"
+        yield f"messages with the role {AS_SYSTEM} are rendered as system messages, as in an agent's requests"
     if foreign := [role for role in MEANT if any(message.get("role") == role for message in messages)]:
         meant = ", ".join(f"{MEANT[role]} for {role}" for role in foreign)
-        yield f"the chat template writes roles as they are that few models know; most are trained with {meant}"
+        yield f"the chat template writes unusual roles unchanged; most models are trained with {meant}"
     if any(chat["prompt"][-1].get("role") == "assistant" for chat in chats):  # type: ignore[union-attr]
-        yield "prompts that end with a message of the assistant are continued: completions are the rest of its turn"
+        yield "prompts that end with a message of the assistant are continued: a completion is the rest of that message"
     if any(_loses_turn(tokenizer, source, problem, template) for problem in chats):
         yield (
-            "the model's chat template drops earlier turns of the assistant, or calls in them: the model does not see"
-            f" them; {OWN_TEMPLATE}"
+            "the model's chat template drops earlier turns of the assistant, or their tool calls: the model does not"
+            f" see them; {OWN_TEMPLATE}"
         )
     unseen = dict.fromkeys(key for problem in chats for key in _unseen(tokenizer, source, problem, template))
     if THOUGHT_BEGINS in unseen:
@@ -332,15 +333,15 @@ def remarks(
             f" model does not see them; {OWN_TEMPLATE}"
         )
     if keys := [key for key in unseen if key != THOUGHT_BEGINS]:
-        yield f"the model does not see {', '.join(map(shortened, keys))} of messages: its chat template leaves them out"
+        yield f"the model does not see {', '.join(map(shortened, keys))} in messages: its chat template leaves them out"
     texts = [str(message.get("content")) for chat in chats if not chat.get("images") for message in _of_chat(chat)]
     if inside := [token for token in tokenizer.all_special_tokens if token and any(token in text for text in texts)]:
         yield (
-            f"messages have {', '.join(map(repr, inside))} in their text, which is encoded as special tokens: the model"
-            " may read what follows as another turn"
+            f"messages contain {', '.join(map(repr, inside))} as text, which is encoded as special tokens: the model"
+            " may take the text after them for a new turn"
         )
     if len(chats) < len(problems) and any(_ends_by_itself(tokenizer)):
-        yield "the tokenizer writes the end of a sequence behind every text, which is left out of prompts"
+        yield "the tokenizer appends an end-of-sequence token to every text; prompts are sent without it"
     yield from _columns(source if chats else "", problems, template, read)
 
 
@@ -360,7 +361,7 @@ def _loses_turn(tokenizer: PreTrainedTokenizerBase, source: str, problem: Proble
 def _unseen(
     tokenizer: PreTrainedTokenizerBase, source: str, problem: Problem, template: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the keys of messages whose text does not come out of the chat template; `<think>` stands for a thought."""
+    """Yield the keys of messages whose text the chat template leaves out; `<think>` stands for a thought."""
     messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
     if problem.get("images"):
         return
@@ -370,13 +371,13 @@ def _unseen(
     try:
         given = arguments(source, problem, template)
         text = apply_chat_template(tokenizer, [message for message, _ in marked], tokenize=False, **given).casefold()
-    except RewardError:  # a template may compute with what it is given
+    except RewardError:  # the template fails on the markers: it may compute with the values
         return
     yield from (key for _, marks in marked for key, marker in marks.items() if marker not in text)
 
 
 def _marked_inside(message: Message, marker: str) -> tuple[Message, dict[str, str]]:
-    """Return the message with a marker in each further text, and in its thought, and the markers by key."""
+    """Return the message with markers in its thought and in texts other than the content, and the markers by key."""
     keys = [key for key, value in message.items() if isinstance(value, str) and value.strip()]
     role = message.get("role")
     no_loss = (*NO_LOSS, "name") if MEANT.get(str(role), role) == "tool" else NO_LOSS
@@ -399,7 +400,7 @@ def _ends_by_itself(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _columns(
     source: str, problems: Sequence[Problem], template: Mapping[str, Any], read: Collection[str | None] | None
 ) -> Iterator[str]:
-    """Yield which columns reach the chat template, which only look like it, and which no model sees."""
+    """Yield which columns the chat template gets, which only share a name with its arguments, and which stay unseen."""
     names = dict.fromkeys(name for problem in problems for name in problem)
     usable = [name for name in COLUMNS if any(objects(problem.get(name)) for problem in problems)]
     taken = [name for name in usable if name in source and name not in template]
@@ -410,22 +411,22 @@ def _columns(
     if unused:
         why = "their prompts are text"
         if source:
-            why = "its chat template does not use it, or it is no list of objects, or the environment has its own"
+            why = "its chat template does not use it, it is not a list of objects, or the environment sets its own"
         yield f"the model does not see {', '.join(unused)} of the problems: {why}"
     known = {*COLUMNS, OWN_ARGUMENTS, *SEEN_ANYWAY, *(read or ())}
     alike = [name for name in names if name in _variables(source) - SET_BY_BRIDGE and name not in known]
     if alike:
         yield (
-            f"the chat template has arguments with the names of the columns {', '.join(alike)}, and does not get them"
-            f' from there: write them as {OWN_ARGUMENTS}, such as {{"{alike[0]}": ...}}, or use --chat-template-kwargs'
+            f"the chat template has arguments with the names of the columns {', '.join(alike)}, but does not get their"
+            f' values: write them in {OWN_ARGUMENTS}, as {{"{alike[0]}": ...}}, or use --chat-template-kwargs'
         )
     others = [name for name in names if name not in {*known, *alike}]
     if others and read is not None:
-        yield f"the model does not see {', '.join(map(shortened, others))} of the rows, which rewards get"
+        yield f"the model does not see the columns {', '.join(map(shortened, others))}; rewards get them"
 
 
 def _variables(source: str) -> set[str]:
-    """Return the names that a chat template reads from its arguments."""
+    """Return the names of the arguments that a chat template reads."""
     try:
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)  # noqa: S701  nothing is rendered
         return meta.find_undeclared_variables(parsed)
@@ -434,7 +435,7 @@ def _variables(source: str) -> set[str]:
 
 
 def roles(render: Render) -> list[str]:
-    """Return the roles of which a template renders messages, of those that most templates know."""
+    """Return which of the common roles a template renders."""
     return [role for role, messages in PROBES.items() if _comes_out(render, role, messages)]
 
 
@@ -447,9 +448,10 @@ def _comes_out(render: Render, role: str, messages: Sequence[Message]) -> bool:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
-    """Return the token that the chat template writes behind a turn of the model; empty if it writes none.
+    """Return the token that the chat template writes after a turn of the model; empty if it writes none.
 
-    Of several it is the last one. Some templates end a turn only by the token that begins the next one.
+    If there are several, the last one is returned. Some templates end a turn only with the token that begins the next
+    turn.
     """
     render = partial(tokenizer.apply_chat_template, tokenize=False, **template)
     try:
@@ -470,17 +472,17 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
 
 
 def _first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the special or added token that a text begins with; empty if there is none."""
+    """Return the special or added token at the start of a text; empty if there is none."""
     tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
     return max((token for token in tokens if token and text.startswith(token)), key=len, default="")
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
-    """Return the tokens at which vLLM stops: the tokenizer's, and those of the model's generation configuration."""
+    """Return the ids of the tokens at which vLLM stops, from the tokenizer and the model's generation configuration."""
     ids: Any = None
     try:
         ids = GenerationConfig.from_pretrained(model_name).eos_token_id
-    except Exception:  # noqa: BLE001  it has none, or one that is refused elsewhere
+    except Exception:  # noqa: BLE001  no generation configuration, or an invalid one, which is refused elsewhere
         with suppress(Exception):  # only the model's own code can read its configuration
             config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
             ids = GenerationConfig.from_model_config(config).eos_token_id  # as vLLM

@@ -1,6 +1,6 @@
-"""Prompts as token ids, and their images as the model's own processor makes them, with every token of an image.
+"""Encode prompts as token ids with every image token expanded, and their images with the model's own processor.
 
-What is made here is what the server and the trainer compute with: neither expands a token nor reads a pixel again.
+The server and the trainer both use this result: neither expands image tokens nor processes pixels again.
 
 Not covered: the embeddings of an image (`bridge/passes/image_embeddings.py`), prompts without images (`problems.py`).
 """
@@ -27,17 +27,17 @@ from bridge.types import Array, Images, Message, Problem
 BESIDE_TENSORS = ("input_ids", "attention_mask", "mm_token_type_ids")
 """Outputs of a processor that are not image tensors."""
 PART = {"type": "image"}
-"""The part of a message that stands for an image."""
+"""The message part that marks the position of an image."""
 PLACE = "<image>"
-"""Placeholder of an image in the text of a message, in data sets of other systems."""
+"""Placeholder for an image in message texts, as data sets for other systems write it."""
 WRITTEN = {"image_break_token": "the end of a row of an image", "image_end_token": "the end of an image"}
-"""Tokens that a processor writes beside an image's own, by their names as its attributes, and what they stand for."""
+"""Attribute of a processor -> the meaning of the token it holds, which the processor writes beside image tokens."""
 GRIDS = "image_grid_thw"
-"""A processor's name for the patches of each image, in time, rows and columns."""
+"""Key of a processor's output with the number of patches of each image: frames, rows and columns."""
 
 
 class Encoded(NamedTuple):
-    """A prompt as token ids, and its images; None: it has none."""
+    """A prompt as token ids, and its images, or None if it has no images."""
 
     prompt: tuple[int, ...]
     images: Images | None
@@ -49,7 +49,7 @@ class Prompts:
     def __init__(
         self, model_name: str, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], *, pass_size: int = 1
     ) -> None:
-        """`template` is given to the chat template; so many GPUs compute a pass together."""
+        """`template` is passed to the chat template; `pass_size` is the number of GPUs that compute a pass together."""
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._template = template
@@ -60,9 +60,9 @@ class Prompts:
         """Return a problem's prompt.
 
         Raises:
-            RewardError: it cannot be encoded, an image cannot be read, or the prompt has no place for it.
-            UnsupportedModelError: the model takes no images.
-            UsageError: its processor cannot be loaded, or several GPUs compute a pass together.
+            RewardError: the prompt cannot be encoded, an image cannot be read, or the prompt has no place for it.
+            UnsupportedModelError: the model does not support images.
+            UsageError: the model's processor cannot be loaded, or several GPUs compute a pass together.
         """
         if not problem.get("images"):
             return Encoded(problems.encode(self._tokenizer, problem, **self._template), None)
@@ -70,7 +70,7 @@ class Prompts:
             return self._with_images(problem)
 
     async def encode_beside(self, problem: Problem) -> Encoded:
-        """Return the same, and let other requests go on while images are read."""
+        """Return the same as `encode`, without blocking other requests while images are read."""
         return await asyncio.to_thread(self.encode, problem) if problem.get("images") else self.encode(problem)
 
     @cached_property
@@ -78,17 +78,19 @@ class Prompts:
         config = AutoConfig.from_pretrained(self._model_name, trust_remote_code=False)
         if not hasattr(config, "vision_config"):
             raise UnsupportedModelError(
-                f"{self._model_name} is a {config.model_type}, which has no vision model, and a prompt has images",
+                f"a prompt has images, but {self._model_name} is a {config.model_type}, which has no vision model",
                 hint="use a model that takes images, such as Qwen3-VL (docs/families.md), or leave the images out",
             )
         if config.model_type not in SEEING:
             raise UnsupportedModelError(
-                f"{self._model_name} is a {config.model_type}: Bridge trains it on text alone, and a prompt has images",
-                hint=f"use one of the models whose images are proved: {', '.join(sorted(SEEING))}",
+                f"a prompt has images, but {self._model_name} is a {config.model_type}, which Bridge trains on text"
+                " only",
+                hint=f"use a model type with image support: {', '.join(sorted(SEEING))}",
             )
         if self._pass_size > 1:
             raise UsageError(
-                f"a prompt has images, and {self._pass_size} GPUs compute a pass together: the vision model is not cut",
+                f"a prompt has images, but {self._pass_size} GPUs compute a pass together: the vision model cannot be"
+                " split across GPUs",
                 hint="leave out --tensor-parallel-size and --context-parallel-size; --gpus N trains on several GPUs",
             )
         return config
@@ -97,7 +99,7 @@ class Prompts:
     def _processor(self) -> Any:
         try:
             return AutoProcessor.from_pretrained(self._model_name, trust_remote_code=False)
-        except Exception as error:  # what is raised depends on the model, and on optional libraries
+        except Exception as error:  # the error's class depends on the model and on optional libraries
             raise UsageError(
                 f"the image processor of {self._model_name} cannot be loaded: {with_class(error)}",
                 hint="pip install torchvision pillow, and copy preprocessor_config.json and processor_config.json"
@@ -112,10 +114,10 @@ class Prompts:
         read = [image_file.read(path) for path in problem["images"]]
         try:
             made = processor(text=[text], images=read, return_tensors="pt", add_special_tokens=False)
-        except Exception as error:  # what it raises at an odd image is the processor's to choose
+        except Exception as error:  # a processor may raise anything for an unusual image
             raise RewardError(
                 f"the model's processor rejects {', '.join(problem['images'])}: {with_class(error)}",
-                hint="resize the image, or leave the row out",
+                hint="resize the image, or remove the row",
             ) from error
         ids = (*self._before(problem, text), *made["input_ids"][0].tolist())
         dtype = getattr(config, "dtype", None) or torch.float32
@@ -125,7 +127,7 @@ class Prompts:
         return Encoded(ids, Images.of(arrays, starts=_starts(ids, config.image_token_id, grids), grids=grids))
 
     def _before(self, problem: Problem, text: str) -> Sequence[int]:
-        """Return the tokens that the tokenizer writes in front of a text, unless a chat template has written them."""
+        """Return the tokens that the tokenizer prepends to a text; none if a chat template has written them already."""
         if not isinstance(self._prompt(problem), str):
             return ()
         own = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -142,13 +144,13 @@ class Prompts:
         return template
 
     def _text(self, problem: Problem) -> str:
-        """Return the prompt as text, with one token for each image."""
+        """Return the prompt as text, with one image token for each image."""
         prompt = self._prompt(problem)
         if isinstance(prompt, str):
             return prompt
         if self._chat_template is None:
             raise RewardError(
-                "the environment's prompts are chat messages, and the model has no chat template",
+                "the environment's prompts are chat messages, but the model has no chat template",
                 hint="write the prompts as text, or use a model with a chat template",
             )
         messages = [*_in_parts(chat_template.as_known(prompt), problem)]
@@ -163,33 +165,34 @@ class Prompts:
 
 
 def _check_markers(text: str, problem: Problem, processor: Any) -> None:
-    """Raise RewardError unless the text has a place for each image, and no token that the processor writes."""
+    """Raise RewardError unless the text has a place for each image, and none of the tokens that the processor adds."""
     num_markers = text.count(processor.image_token)
     num_images = len(problem["images"])
     if num_markers != num_images:
         raise RewardError(
             f"the prompt {described(problem['prompt'])} has {num_markers} places for images, expected {num_images},"
             f" for {', '.join(problem['images'])}",
-            hint=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
-            ' part {"type": "image"} for each',
+            hint=f"write {processor.image_token} in the text once per image, or use chat messages with one"
+            ' part {"type": "image"} per image',
         )
     for name, meaning in WRITTEN.items():
         token = getattr(processor, name, None)
         if token and token in text:
             raise RewardError(
                 f"the text of the prompt {described(problem['prompt'])} has {token}, which stands for {meaning}",
-                hint=f"remove {token} from the text, or write it as other characters: the model's processor writes it"
-                f" behind {processor.image_token}",
+                hint=f"remove {token} from the text, or spell it differently: the model's processor adds it"
+                f" after {processor.image_token}",
             )
 
 
 def _in_parts(messages: Sequence[Message], problem: Problem) -> Iterator[Message]:
-    """Yield the messages in parts; without a place for any image, all come before the first text of the user.
+    """Yield the messages with their contents as lists of parts.
 
-    A place is a part, or `<image>` in a text, as verl, ms-swift and LLaMA-Factory write it.
+    The place of an image is a part, or `<image>` in a text, as verl, ms-swift and LLaMA-Factory write it. Without any
+    places, all images come before the user's first text.
 
     Raises:
-        RewardError: the texts have another number of places than the problem has images.
+        RewardError: the number of places in the texts differs from the number of images.
     """
     parted = [{**message, "content": _parts(message.get("content") or "")} for message in messages]
     has_parts = any(part.get("type") == "image" for message in parted for part in message["content"])
@@ -199,9 +202,9 @@ def _in_parts(messages: Sequence[Message], problem: Problem) -> Iterator[Message
     if num_places and not has_parts:
         if num_places != num_images:
             raise RewardError(
-                f"the prompt {described(problem['prompt'])} has {num_places} times {PLACE} in its text, expected"
+                f"the text of the prompt {described(problem['prompt'])} has {num_places} places {PLACE}, expected"
                 f" {num_images}, for {', '.join(problem['images'])}",
-                hint=f'write {PLACE} once for each image, or a part {{"type": "image"}} for each',
+                hint=f'write {PLACE} once per image, or one part {{"type": "image"}} per image',
             )
         parted = [{**message, "content": _placed(message.get("content") or "")} for message in messages]
     # Source: the order is that of `prepare_multimodal_messages` in TRL 1.16.
@@ -214,7 +217,7 @@ def _in_parts(messages: Sequence[Message], problem: Problem) -> Iterator[Message
 
 
 def _placed(content: Any) -> list[dict[str, Any]]:
-    """Return a content in parts, with one for the image at each place in its text."""
+    """Return a content as a list of parts, with an image part in place of each `<image>`."""
     if not isinstance(content, str):
         return _parts(content)
     texts = [[{"type": "text", "text": text}] if text else [] for text in content.split(PLACE)]
@@ -226,14 +229,17 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Array:
-    """Return a tensor that can be sent, with pixels in the dtype of the model, which its vision model takes."""
+    """Return a tensor in a form that can be sent; pixel values get the model's dtype, as its vision model expects."""
     kept = tensor.to(dtype) if tensor.is_floating_point() else tensor.to(torch.int64)
     content = kept.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return Array(name=name, dtype=str(kept.dtype).removeprefix("torch."), shape=tuple(kept.shape), content=content)
 
 
 def _grids(config: Any, made: Mapping[str, torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Return the tokens of each run of image tokens, in time, rows and columns; sizes in pixels: a row is a run."""
+    """Return the size in tokens of each run of image tokens: frames, rows and columns.
+
+    If the processor reports sizes in pixels, each row of an image is a run.
+    """
     if GRIDS in made:
         merged = config.vision_config.spatial_merge_size
         return tuple((t, rows // merged, columns // merged) for t, rows, columns in made[GRIDS].tolist())
@@ -245,7 +251,8 @@ def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...
     """Return where each run of image tokens begins.
 
     Raises:
-        UnsupportedModelError: their numbers are not those of the images, as when tokens were expanded twice.
+        UnsupportedModelError: the lengths of the runs do not match the images, for example because tokens were
+            expanded twice.
     """
     runs = [(token, [index for index, _ in run]) for token, run in groupby(enumerate(ids), key=lambda pair: pair[1])]
     of_images = [indices for token, indices in runs if token == image_token]
@@ -253,8 +260,8 @@ def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...
         lengths = ", ".join(str(len(indices)) for indices in of_images) or "no"
         expected = ", ".join(str(math.prod(grid)) for grid in grids)
         raise UnsupportedModelError(
-            f"the model's processor made {lengths} image tokens, expected {expected}: one for each piece of the images",
-            hint="separate images by text or by the family's own tokens; if they are, use a model and a processor of"
-            " one version, of a family in docs/families.md",
+            f"the model's processor wrote {lengths} image tokens, expected {expected}, to match the image patches",
+            hint="separate images with text or with the model family's own tokens; if they are separated, use a model"
+            " and a processor of the same version, from a family in docs/families.md",
         )
     return tuple(indices[0] for indices in of_images)

@@ -1,10 +1,11 @@
 """An event loop in its own thread, which keeps running while its caller computes.
 
-Signals act in the main thread alone. One that interrupts a caller while it waits cancels the coroutine, and is raised
-once that has ended. Foreign code that scores in this process runs in the thread that waits, as debuggers and signal
-handlers expect, so none of it runs while that thread computes.
+Signals are handled only in the main thread. An interrupt that arrives while a caller waits cancels the caller's
+coroutine, and is raised once the coroutine has ended. User code that scores in this process runs in the waiting thread,
+as debuggers and signal handlers expect, so it does not run while that thread computes.
 
-Threads that call wait for each other. A process that was forked from this one has no such thread, and leaves it alone.
+Concurrent calls from several threads run one at a time. A forked child process has no copy of the loop's thread, and
+does not touch it.
 """
 
 import asyncio
@@ -21,32 +22,35 @@ from bridge.core.interrupt import WAKE_S, acting_interrupt, deferred_interrupt, 
 from bridge.types import Result
 
 PATIENCE_S = 5.0
-"""Longest wait for tasks that are cancelled when the loop is closed."""
+"""Longest wait for cancelled tasks when the loop is closed."""
 
 
 class EventLoop:
-    """Runs coroutines, one call after the other, and the tasks that they start."""
+    """Runs one coroutine at a time for its callers, and the tasks that these coroutines start."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        """Calls for the waiting thread; after each it checks whether to wait on."""
+        """Calls to make in the waiting thread; after each call, the thread checks whether its task is done."""
         self._is_waited_for = False
         self._waited_for: asyncio.Task[Any] | None = None
         self._num_awaited = 0
-        """Coroutines that other event loops await."""
+        """Number of coroutines that other event loops await."""
         self._limits: dict[asyncio.Timeout, float] = {}
         self._turn = threading.RLock()
-        """Held by the thread that runs a coroutine; a call that it makes for the loop may run another one."""
+        """Held by the thread that runs a coroutine; reentrant, because a call made in that thread may run another."""
         self._starting = threading.Lock()
         self._pid = 0
-        """The process that has the thread."""
+        """The process that started the thread."""
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine, and wait for it; an exception raised here, such as Ctrl-C, cancels it.
+        """Run a coroutine, and wait for it; an exception raised in the waiting thread, such as Ctrl-C, cancels it.
 
-        Another thread's coroutine is waited for first. asyncio.CancelledError if `close` cancelled this one.
+        If another thread's coroutine is running, that one is waited for first.
+
+        Raises:
+            asyncio.CancelledError: `close` or `cancel` cancelled the coroutine.
         """
         is_begun = False
         try:
@@ -58,7 +62,7 @@ class EventLoop:
                 coroutine.close()
 
     async def run_async(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine beside others, and await it from another event loop, whose cancellation cancels it."""
+        """Run a coroutine alongside others, awaited from a different event loop, which may cancel it."""
         self._start()
         future = asyncio.run_coroutine_threadsafe(self._awaited(coroutine), self._loop)
         return await asyncio.wrap_future(future)
@@ -84,7 +88,7 @@ class EventLoop:
                 try:
                     self._loop.call_soon_threadsafe(self._cancel, task, coroutine)
                     self._wait(task)
-                except KeyboardInterrupt:  # a second one ends what the first one could not
+                except KeyboardInterrupt:  # a second interrupt cancels a coroutine that survived the first
                     self._loop.call_soon_threadsafe(lambda: task.result().cancel())
                     raise
             raise
@@ -92,9 +96,9 @@ class EventLoop:
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Limit a block as asyncio.timeout does, while a caller waits: a server may pause as long as it computes.
+        """Limit a block as asyncio.timeout does, but only while a caller waits: a server may pause while it computes.
 
-        The limit begins anew when a caller waits again.
+        The time limit restarts when a caller waits again.
         """
         limit = asyncio.timeout(seconds if self._is_waited_for else None)
         self._limits[limit] = seconds
@@ -107,14 +111,14 @@ class EventLoop:
     def _count_time(self, is_waited_for: bool) -> None:
         was_waited_for = self._is_waited_for
         self._is_waited_for = is_waited_for or self._num_awaited > 0
-        if self._num_awaited and was_waited_for:  # the limits go on
+        if self._num_awaited and was_waited_for:  # the limits keep running
             return
         for limit, seconds in self._limits.items():
             with suppress(RuntimeError):  # it has expired
                 limit.reschedule(self._loop.time() + seconds if self._is_waited_for else None)
 
     async def call_here(self, call: Callable[[], Any]) -> Any:
-        """Return `call()`, made in the thread that waits for a coroutine."""
+        """Make a call in the thread that waits for a coroutine, and return its result."""
         result = Future[Any]()
 
         def act() -> None:
@@ -122,7 +126,7 @@ class EventLoop:
                 try:
                     result.set_result(call())
                 except KeyboardInterrupt:
-                    if not result.done():  # it may come once the result is set
+                    if not result.done():  # the interrupt may arrive after the result is set
                         result.set_exception(asyncio.CancelledError())
                     raise
                 except BaseException as error:  # noqa: BLE001  raised where it is awaited
@@ -132,14 +136,14 @@ class EventLoop:
         return await asyncio.wrap_future(result)
 
     def cancel(self) -> None:
-        """Cancel the coroutine that another thread waits for, if there is one: its `run` raises CancelledError."""
+        """Cancel the coroutine that another thread waits for, if any; `run` raises CancelledError in that thread."""
         waited_for = self._waited_for
         if waited_for is not None and self._pid == os.getpid():
             self._loop.call_soon_threadsafe(_cancel, waited_for)
 
-    @deferred_interrupt()  # half closed, it would lose the tasks that are left
+    @deferred_interrupt()  # interrupted halfway, it would leak the remaining tasks
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel everything that is left, then run `last`, and end the thread; a second interrupt ends the wait."""
+        """Cancel all remaining tasks, run `last`, and end the thread; a second interrupt ends the wait."""
         if self._thread is None or self._pid != os.getpid():
             self._thread = None
             last.close()
@@ -170,7 +174,7 @@ class EventLoop:
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
 
-    @deferred_interrupt()  # a thread that is known and was not started would be waited for
+    @deferred_interrupt()  # an interrupt between creating and starting the thread would make `close` wait forever
     def _begin(self, coroutine: Coroutine[Any, Any, Any], task: "Future[asyncio.Task[Any]]") -> None:
         """Start a coroutine as a task of the loop, whose thread starts with the first one."""
 
@@ -190,7 +194,7 @@ class EventLoop:
 
     @deferred_interrupt()
     def _start(self) -> None:
-        """Start the thread, once."""
+        """Start the thread unless it is running."""
         with self._starting:
             if self._thread is None:
                 self._loop = asyncio.new_event_loop()
@@ -199,10 +203,10 @@ class EventLoop:
                 self._thread.start()
 
     def _wait(self, task: "Future[asyncio.Task[Any]]") -> None:
-        """Run the calls that the loop requests, until a task is done.
+        """Run the calls that the loop requests until a task is done.
 
-        An interrupt may come after the last call was taken out of the queue, or another thread that closes the loop may
-        take it, so the task itself is looked at first.
+        The last call may be lost: to an interrupt that arrives after it was taken from the queue, or to another thread
+        that closes the loop. So the task itself is checked first.
         """
         while not (task.cancelled() or (task.done() and task.result().done())):
             if self._loop.is_closed():
@@ -216,22 +220,22 @@ class EventLoop:
     def _cancel(self, task: "Future[asyncio.Task[Any]]", coroutine: Coroutine[Any, Any, Any]) -> None:
         if task.done():
             _cancel(task.result())
-        else:  # an interrupt came before it was begun
+        else:  # an interrupt arrived before the task was created
             coroutine.close()
             task.cancel()
             self._calls.put(_wake)
 
     def _run_forever(self) -> None:
         while True:
-            with suppress(KeyboardInterrupt, SystemExit):  # raised by a task, which also has it as its result
+            with suppress(KeyboardInterrupt, SystemExit):  # raised by a task, which also stores it as its result
                 self._loop.run_forever()
                 return
 
 
 def _wake() -> None:
-    """Do nothing: queued to wake the waiting thread."""
+    """Do nothing; queued only to wake the waiting thread."""
 
 
 def _cancel(task: "asyncio.Task[Any]") -> None:
-    if not task.cancelling():  # a second time would stop httpx from closing its connection
+    if not task.cancelling():  # a second cancellation would keep httpx from closing its connection
         task.cancel()

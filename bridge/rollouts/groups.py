@@ -1,8 +1,8 @@
 """The interface of rollout streams, and how the completions of a problem become a group.
 
 Streams are in `stream.py` and `bridge/atropos/atropos_stream.py`; a run opens the one that `--rollouts` names. A
-problem becomes a group by a `GroupSampler`; the simplest is `Completions`, with one completion for each sample. Others
-are in `bridge/agents`.
+`GroupSampler` turns a problem into a group. The simplest one is `Completions`, which samples single-turn completions;
+the others are in `bridge/agents`.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ class Stream(Protocol):
     """Groups to train on, in the order in which they are trained on."""
 
     num_retries: int
-    """Requests that were sent again for the last step."""
+    """Requests that were retried for the last step."""
 
     @property
     def skipped(self) -> Sequence[Group]:
-        """Groups without signal that were replaced in the last step."""
+        """Groups without a learning signal that were replaced in the last step."""
 
     @property
     def num_in_flight(self) -> int:
-        """Groups that have begun, and that no step has taken yet."""
+        """Number of groups that have been started, but not yet taken by a step."""
 
     def served(self, endpoint: Endpoint, version: int) -> None:
         """Announce that `endpoint` serves `version` of the weights from now on.
@@ -48,10 +48,10 @@ class Stream(Protocol):
         """Skip the problems in `trained`; called before the first `take`."""
 
     def take(self, count: int, *, step: int) -> list[Group]:
-        """Wait for the `count` groups of a step; if that fails, a repeated call returns groups of the same problems."""
+        """Wait for the `count` groups of a step, and return them; a retry after a failure uses the same problems."""
 
     def evaluate(self, *, step: int) -> list[Group] | None:
-        """Return groups of the held-out problems, sampled after `step`; None if the run evaluates nothing."""
+        """Sample the held-out problems after `step`, and return their groups; None if the run does not evaluate."""
 
     def close(self) -> None: ...
 
@@ -64,25 +64,25 @@ class Sampled(NamedTuple):
     """The completions of one problem, and the score of each."""
 
     prompt: tuple[int, ...]
-    """Prompt of all sequences."""
+    """The prompt that all sequences share."""
     completions: Sequence[Completion]
     results: Sequence[Score | FailedScore]
     images: Images | None = None
-    """Images of the prompt."""
+    """The prompt's images."""
 
 
 MOST_UNUSABLE = 16
-"""Problems in a row whose prompts cannot be used, after which the cause is not one of them."""
+"""Number of consecutive unusable prompts after which the cause is assumed not to be a single problem."""
 
 
 class Unusable:
-    """Counts problems in a row whose prompts cannot be used: one costs its group, and very many end the run."""
+    """Counts consecutive problems with unusable prompts: one of them only costs its group, too many end the run."""
 
     def __init__(self) -> None:
         self._num_in_row = 0
 
     def count(self, results: Sequence[Score | FailedScore]) -> None:
-        """Count a group; RewardError at the limit."""
+        """Count a group; raise RewardError at the limit."""
         faults = [result for result in results if isinstance(result, UnusablePrompt)]
         if faults and len(faults) == len(results):
             self._num_in_row += 1
@@ -90,7 +90,7 @@ class Unusable:
             self._num_in_row = 0
         if self._num_in_row >= MOST_UNUSABLE:
             raise RewardError(
-                f"the prompts of {self._num_in_row} problems in a row cannot be used, the last: {faults[-1].line}",
+                f"the prompts of {self._num_in_row} consecutive problems cannot be used, the last: {faults[-1].line}",
                 hint="fix the problems, or serve with a larger --max-model-len if they are too long",
             )
 
@@ -99,31 +99,31 @@ class GroupSampler(ABC):
     """Samples and scores the completions of a problem."""
 
     is_chat: bool
-    """Whether a prompt becomes chat messages even if it is text."""
+    """Whether text prompts are converted to chat messages."""
 
     def check_prompt(self, problem: Problem) -> tuple[int, ...]:  # noqa: ARG002  an agent makes its own prompts
-        """Return a prompt's token ids; none: it is made later. RewardError if it cannot be encoded."""
+        """Return a prompt's token ids, or nothing if the prompt is made later; RewardError if it cannot be encoded."""
         return ()
 
     @abstractmethod
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        """Sample and score `num_samples` completions; `index` is the problem's place among those that share `seed`.
+        """Sample and score `num_samples` completions; `index` numbers the problems that share `seed`.
 
-        `params` are sampling parameters in place of the run's.
+        `params` are sampling parameters that override the run's.
         """
 
     @abstractmethod
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
-        """Score the made-up completion `text`, with no server."""
+        """Score the made-up completion `text` without a server."""
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release the resources of the groups; the sampler and the scorer are the stream's."""
+        """Release the resources of the groups; the stream closes the sampler and the scorer itself."""
 
 
 class Completions(GroupSampler):
-    """Samples a completion of one turn for each sample."""
+    """Samples single-turn completions."""
 
     is_chat = False
 
@@ -132,7 +132,7 @@ class Completions(GroupSampler):
         self._sampler = sampler
         self._scorer = scorer
         self._turns = asyncio.Semaphore(sampler.config.max_concurrency)
-        """Limits prompts with images: pixels are large, and an evaluation starts all of its problems at once."""
+        """Limits concurrent prompts with images: pixels are large, and an evaluation starts all problems at once."""
 
     def check_prompt(self, problem: Problem) -> tuple[int, ...]:
         return self._prompts.encode(problem).prompt
@@ -162,16 +162,16 @@ class Completions(GroupSampler):
 
 
 NOTHING = Completion(token_ids=(), logprobs=(), text="", finish_reason="abort")
-"""Stands for a completion of a prompt that cannot be used."""
+"""Placeholder for a completion of an unusable prompt."""
 
 
 def without_completions(problem: Problem, num_samples: int, error: BridgeError) -> Sampled:
-    """Return the group of a problem whose prompt cannot be used: it has no completions, and its reason is counted."""
+    """Return a group without completions for a problem with an unusable prompt; the reason counts as a failed score."""
     return Sampled((), [NOTHING] * num_samples, [UnusablePrompt.of(problem, error)] * num_samples)
 
 
 def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
-    """Lower the rewards of completions that end in the buffer before the longest length, or reach that.
+    """Lower the rewards of completions whose length falls into the buffer just below `longest`, or reaches `longest`.
 
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
@@ -198,7 +198,7 @@ def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
 
 
 def _length(completion: Completion) -> int:
-    """Return the tokens from the first sampled one on, of the longest sequence."""
+    """Return the length of the longest sequence in tokens, from its first sampled token on."""
     return max(len(part.token_ids) - (part.sampled or (True,)).index(True) for part in completion.sequences)
 
 
@@ -207,16 +207,16 @@ def checked(problem: Problem, completion: Completion, result: Score | FailedScor
     if isinstance(result, FailedScore) or not result.turns:
         return result
     if completion.others:
-        what = f"a reward per turn for a run of {len(completion.sequences)} token sequences, expected one sequence"
-        return failed(problem, completion.text, "a reward per turn for a run of several token sequences", what)
+        what = f"rewards per turn for a run of {len(completion.sequences)} token sequences, expected one sequence"
+        return failed(problem, completion.text, "rewards per turn for a run of several token sequences", what)
     if len(result.turns) == completion.num_turns:
         return result
     what = f"{len(result.turns)} rewards for {completion.num_turns} turns, expected one for each turn of the model"
-    return failed(problem, completion.text, "another number of rewards than of turns", what)
+    return failed(problem, completion.text, "the number of rewards differs from the number of turns", what)
 
 
 def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Group:
-    """Return the completions that have a reward as a group, and the others beside it."""
+    """Return a group of the completions with a reward; the others become its `unscored`."""
     completions: list[Completion] = []
     scores: list[Score] = []
     unscored: list[Unscored] = []
@@ -244,7 +244,7 @@ def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Grou
 
 
 def _of_turns(completion: Completion, score: Score) -> tuple[float, ...]:
-    """Return one reward per turn; a reward for the whole completion is that of its last turn."""
+    """Return one reward per turn; a reward for the whole completion counts for its last turn."""
     if score.turns:
         return tuple(score.turns)
     return (*[0.0] * (completion.num_turns - 1), score.reward)

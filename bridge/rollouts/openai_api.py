@@ -1,10 +1,10 @@
-"""Requests to an OpenAI-compatible server, and completions from its answers.
+"""Requests to an OpenAI-compatible server, and completions from its responses.
 
-A vLLM with Bridge in it has its own route, whose answers hold only what is read here. Any other vLLM gets vLLM's extra
-fields: return token ids, and sample from the whole distribution. Any other server gets only the protocol's fields,
-because many reject the rest. Its token ids come from `logprobs.tokens`: `token_id:123` stands for itself, any other
-string must be the text of exactly one token in the vocabulary. Text is never tokenized again. Such a server leaves out
-the end token of a completion that ended by itself: the choice to end there is then not trained.
+A vLLM patched by Bridge has its own route, whose responses hold only what is read here. An unpatched vLLM gets vLLM's
+extra fields: to return token ids, and to sample from the unfiltered distribution. Any other server gets only the
+protocol's fields, because many servers reject the rest. Its token ids come from `logprobs.tokens`: `token_id:123` is an
+id, and any other string must be the text of exactly one token in the vocabulary. Text is never tokenized again. Such a
+server leaves out the end token of a completion that ended by itself, so the choice to end there is not trained.
 """
 
 import base64
@@ -27,12 +27,12 @@ from bridge.server.client import unreachable
 from bridge.types import Completion, FinishReason, Images
 
 Retry = Literal["anywhere", "elsewhere", "once", "never"]
-"""Where to retry a failed request: at any server; at another one, because this one would take as long again; at any one
-but only once, because a second unusable answer is no coincidence; nowhere."""
+"""Where to retry a failed request: at any server; at a different one, because this one would take as long again; at any
+server, but only once, because a second unusable response is not a coincidence; nowhere."""
 IdsOf = Callable[[str], Sequence[int]]
-"""The text of a token, as a server writes it -> the ids of all tokens with this text."""
+"""A token's text, as a server writes it -> the ids of all tokens with this text."""
 Dialect = Literal["openai", "vllm", "bridge"]
-"""API of a server: OpenAI's protocol, with vLLM's extra fields, or Bridge's own route."""
+"""API of a server: OpenAI's protocol, the same with vLLM's extra fields, or Bridge's own route."""
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": True}
@@ -43,7 +43,7 @@ TAKE_ANOTHER = (
 )
 
 
-class RequestFailed(Exception):  # noqa: N818  a retry may succeed: no error yet
+class RequestFailed(Exception):  # noqa: N818  not an error yet: a retry may succeed
     """A request that failed because of the server."""
 
     def __init__(self, reason: str, retry: Retry, *, retry_after_s: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class RequestFailed(Exception):  # noqa: N818  a retry may succeed: no error yet
         self.retry_after_s = retry_after_s
 
     def final(self, url: str, num_tries: int) -> ServerUnreachableError:
-        """Return the error to raise when no retries are left."""
+        """Return the error to raise once no retries are left."""
         error = unreachable(url, f"{self.reason}; tried {'once' if num_tries == 1 else f'{num_tries} times'}")
         if self.retry == "elsewhere":
             error.hint += "; or raise --request-timeout-s, or lower --max-new-tokens"
@@ -68,15 +68,15 @@ class Logprobs(BaseModel):
 
 
 class Experts(BaseModel):
-    """The experts that each token of prompt and completion but the last was sent to, from the first one requested."""
+    """The experts that tokens were routed to, from the first requested token to the second-to-last one."""
 
     kind: Literal["uint8", "int16"]
-    """The type of a number."""
+    """The data type of the expert indices."""
     content: Base64Bytes
-    """The numbers, token by token, and for each of them layer by layer, little-endian."""
+    """The expert indices in little-endian order, token by token, and layer by layer within a token."""
 
     def widened(self) -> bytes:
-        """Return the numbers as int16."""
+        """Return the expert indices as int16."""
         return np.frombuffer(self.content, np.dtype(self.kind).newbyteorder("<")).astype("<i2").tobytes()
 
 
@@ -89,26 +89,26 @@ class Choice(BaseModel):
     token_ids: tuple[int, ...] | None = None
     logprobs: Logprobs | None = None
     versions: tuple[tuple[int, int], ...] | None = None
-    """Bridge's own route: each version of the weights, with the number of tokens in a row that it sampled."""
+    """On Bridge's own route: each version of the weights, with the number of consecutive tokens that it sampled."""
     kept: tuple[tuple[FiniteFloat, int], ...] = ()
-    """Words that the filters kept for each token, as in `Completion`; empty if not requested."""
+    """The part of the vocabulary that filters kept for each token, as in `Completion`; empty if not requested."""
     experts: Experts | None = None
-    """Experts of each token; None if not requested."""
+    """The experts of each token; None if not requested."""
     prompt_logprobs: tuple[FiniteFloat | None, ...] | None = None
     """Log-probabilities of the prompt's tokens, none for the first; None if not requested."""
 
 
 class Completions(BaseModel):
-    """The answer of any of the routes."""
+    """The response of any of the routes."""
 
     choices: tuple[Choice, ...]
 
 
 def ids_by_text(tokenizer: Any) -> IdsOf:
-    """Return a lookup of all tokens that read as a text; the first one decodes the vocabulary.
+    """Return a function from a text to the ids of all tokens with this text; its first call decodes the vocabulary.
 
-    Sentencepiece marks the start of a word by a sign: decoded alone, such a token reads like the one without the sign,
-    so that a lookup finds both.
+    Sentencepiece marks the start of a word with a special character. Decoded on its own, such a token has the same text
+    as the token without this character, so a lookup finds both.
     """
 
     @cache
@@ -136,7 +136,7 @@ def request(dialect: Dialect, config: SamplingConfig, *, has_stop: bool = False)
 
 
 def sent(images: Images) -> dict[str, Any]:
-    """Return the images of a prompt as Bridge's own route takes them."""
+    """Return the images of a prompt in the form that Bridge's own route accepts."""
     arrays = images.arrays
     return {array.name: (array.dtype, array.shape, base64.b64encode(array.content).decode()) for array in arrays}
 
@@ -146,7 +146,7 @@ def in_order(answer: Completions, num_samples: int) -> list[Choice]:
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(num_samples)):
-        numbered = f"those numbered {', '.join(map(str, indices))}"
+        numbered = f"completions with the indices {', '.join(map(str, indices))}"
         received = numbered if len(choices) == num_samples else len(choices)
         raise RequestFailed(f"requested {num_samples} completions, got {received}", "once")
     return choices
@@ -155,10 +155,10 @@ def in_order(answer: Completions, num_samples: int) -> list[Choice]:
 def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None, num_prompt: int) -> Completion:
     """Return a choice as a completion; `version` is the server's version header.
 
-    If there are experts, they are of the last `num_prompt` tokens of the prompt, and of the completion.
+    Experts, if there are any, belong to the last `num_prompt` tokens of the prompt and to the completion.
 
-    Without versions per token, a header such as `3-4`, of a request that was in flight during a publication, says
-    nothing of a single one.
+    A header such as `3-4` comes from a request that was in flight during a publication. Unless the response has
+    versions per token, each token's version is then unknown.
     """
     written = choice.logprobs
     token_ids = choice.token_ids
@@ -198,7 +198,7 @@ def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
     ids = ids_of(token)
     if len(ids) != 1:
         raise UsageError(
-            f"the server at {url} returns its tokens as text only, and {token!r} is the text of"
+            f"the server at {url} returns tokens only as text, and {token!r} is the text of"
             f" {len(ids) or 'no'} tokens of this model, expected one",
             hint=TAKE_ANOTHER,
         )
@@ -206,4 +206,4 @@ def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
 
 
 def _without_token_ids(url: str) -> UsageError:
-    return UsageError(f"the server at {url} returns no token ids with their log-probabilities", hint=TAKE_ANOTHER)
+    return UsageError(f"the server at {url} does not return token ids with log-probabilities", hint=TAKE_ANOTHER)

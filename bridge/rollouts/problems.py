@@ -1,4 +1,4 @@
-"""A run's problems: their endless order, those held out for evaluation, and their prompts as token ids."""
+"""The problems of a run: their endless order, the held-out ones for evaluation, and their prompts as token ids."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from bridge.rollouts import chat_template
 from bridge.types import Environment, Problem
 
 WINDOW = 4096
-"""Size of the shuffle buffer; a list, which is in memory anyway, is shuffled as a whole."""
+"""Size of the shuffle buffer. A list is in memory anyway, and is shuffled as a whole."""
 
 
 def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
@@ -33,7 +33,7 @@ def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
 
 
 def _shuffled(problems: Iterator[Problem], order: random.Random) -> Iterator[Problem]:
-    """Yield each problem once: a random one of the buffer, which the next problem replaces."""
+    """Yield each problem once: draw a random problem from the buffer, and replace it with the next one."""
     held = list(islice(problems, max(WINDOW, length_hint(problems))))
     for problem in problems:
         index = order.randrange(len(held))
@@ -49,17 +49,18 @@ def held_out(environment: Environment) -> list[Problem]:
     if not problems:
         raise RewardError(
             "the environment has no held-out problems to evaluate on",
-            hint="add some with --eval-data, --eval-env-args or a method held_out() of its class, or leave"
-            " --eval-samples at 0",
+            hint="add some with --eval-data, --eval-env-args or a method held_out() of the environment's class, or"
+            " leave --eval-samples at 0",
         )
     return problems
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: Any) -> tuple[int, ...]:
-    """Return the prompt's token ids; chat messages go through the model's chat template, or `plain_prompt` without one.
+    """Return the prompt's token ids.
 
-    The chat template gets `template`, and the problem's own `tools`, `documents` and `chat_template_kwargs`. A text
-    gets what the tokenizer writes in front of it, once, and nothing behind it. Prompts with images are encoded by
+    Chat messages are rendered by the model's chat template, which gets `template` and the problem's own `tools`,
+    `documents` and `chat_template_kwargs`; a model without a template gets the text `plain_prompt`. A text gets the
+    tokens that the tokenizer prepends, once, but none that it appends. Prompts with images are encoded by
     `encoded_prompts.py`.
 
     Raises:
@@ -72,13 +73,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
     if fault := surrogate_fault(prompt):
         raise RewardError(
             f"the prompt {fault}",
-            hint="remove it from the problem, as prompt.encode(errors='ignore').decode() does",
+            hint="remove it from the problem, for example with prompt.encode(errors='ignore').decode()",
         )
     if isinstance(prompt, str):
         ids = begun(tokenizer, prompt)
     elif tokenizer.chat_template is None:
         raise RewardError(
-            "the environment's prompts are chat messages, and the model's tokenizer has no chat template",
+            "the environment's prompts are chat messages, but the model's tokenizer has no chat template",
             hint="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
         )
     else:
@@ -97,13 +98,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
 def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text that the model continues.
 
-    What the tokenizer adds in front, such as a token for the beginning, comes once, even if the text has it already;
-    what it adds behind, such as an end of the sequence, is left out: the model would continue after its end.
+    Tokens that the tokenizer prepends, such as a beginning-of-sequence token, are added once, even if the text already
+    begins with them. Tokens that it appends, such as an end-of-sequence token, are left out, because the model would
+    continue after the end.
     """
     encoded = tokenizer(text, return_special_tokens_mask=True)
     ids: list[int] = [*encoded["input_ids"]]
     added = [*encoded["special_tokens_mask"]]
-    if len(added) != len(ids):  # a tokenizer that does not know what it adds
+    if len(added) != len(ids):  # this tokenizer does not report which tokens it adds
         return ids
     if all(added):  # an empty text
         return [token for token in ids if token != tokenizer.eos_token_id] or ids[:1]
@@ -120,24 +122,24 @@ def refuse_images(problem: Problem) -> None:
     """Raise a UsageError if a problem has images."""
     if problem.get("images"):
         raise UsageError(
-            f"the prompt {described(problem['prompt'])} has images: bridge run and bridge train take them, for"
-            " completions of one turn",
-            hint="use an environment without tools and agents there, or leave the images out",
+            f"the prompt {described(problem['prompt'])} has images: only bridge run and bridge train support them, and"
+            " only for single-turn completions",
+            hint="use bridge run or bridge train with an environment without tools and agents, or leave the images out",
         )
 
 
 def check_prompts(prompts: object) -> None:
-    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts."""
+    """Refuse a single prompt in place of a list: its letters, fields or messages would be taken for prompts."""
     alone = isinstance(prompts, str | Mapping)
     entries = [] if alone or not isinstance(prompts, Sequence) else prompts
     wrong = next((entry for entry in entries if isinstance(entry, dict) and "prompt" not in entry), None)
     if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
         raise UsageError(
             f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
-            hint="policy.sample([prompt])",
+            hint="pass a list: policy.sample([prompt])",
         )
     if wrong is not None:
         raise UsageError(
-            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}",
-            hint="add its text or messages as 'prompt'",
+            f"a problem has no key 'prompt', only {', '.join(map(repr, wrong))}",
+            hint="add the prompt's text or messages under the key 'prompt'",
         )

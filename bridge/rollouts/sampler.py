@@ -1,7 +1,7 @@
-"""Sample completions from OpenAI-compatible servers: token ids, log-probabilities and the versions that made them.
+"""Sample completions from OpenAI-compatible servers, with token ids, log-probabilities and versions of the weights.
 
-Each prompt gets exactly one accepted answer, however many tries failed before it. The same call sends the same seeds,
-whichever server answers.
+Exactly one response is accepted for each prompt, no matter how many tries failed before. Repeating a call sends the
+same seeds, regardless of which server answers.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from bridge.types import Completion
 logger = logging.getLogger(__name__)
 
 AHEAD = 2
-"""Prompts begun for each request that may be in flight: one that is retried waits for no more than these."""
+"""Prompts admitted per request slot. A prompt that is retried waits behind no more than these for a slot."""
 FIRST_WAIT_S = 0.5
-"""Longest wait before the first retry, doubled for each further one up to the limit. With the default number of retries
-that is less than 8 s in all: a dead server is reported soon."""
+"""Longest wait before the first retry, doubled for each further retry up to the limit. With the default number of
+retries, the total is less than 8 s, so a dead server is reported soon."""
 WAIT_LIMIT_S = 8.0
 CALL_SEEDS = 1_000_003
-"""Between the first seeds of one call and the next: more than any call has completions."""
+"""Distance between the first seeds of two consecutive calls: larger than the number of completions in any call."""
 NUM_CALLS = 2**62 // CALL_SEEDS
-"""Calls with seeds of their own: a completion's seed stays below 2**63."""
+"""Number of calls with distinct seeds: a completion's seed stays below 2**63."""
 RUN_CALLS = int(NUM_CALLS * (5**0.5 - 1) / 2)
-"""Calls between two neighboring run seeds: the golden section of all calls, whose multiples keep the largest distance
-from one another that so many points can."""
+"""Number of calls between two consecutive run seeds: the golden section of `NUM_CALLS`, whose multiples are spread as
+far apart as possible."""
 
 
 def seed_of(run_seed: int, call: int) -> int:
-    """Return the seed of a run's call number `call`: runs with different seeds share none.
+    """Return the seed of call number `call` in a run. Runs with different seeds share no call seeds.
 
     The first thousand run seeds are 10**9 calls apart, the first million 10**6.
     """
@@ -52,24 +52,27 @@ def seed_of(run_seed: int, call: int) -> int:
 
 
 def fit_completions(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:
-    """Return what `fitting` does, and log a default that becomes shorter.
+    """Return the same as `fitting`, and log if the default had to be shortened.
 
     Raises:
-        UsageError: as `fitting`.
+        UsageError: see `fitting`.
     """
     fitted = fitting(sampling, longest)
     if fitted is not sampling:
         logger.info(
-            f"--max-new-tokens {fitted.max_new_tokens}: half of the server's longest sequence, which has {longest}"
+            f"--max-new-tokens defaults to {fitted.max_new_tokens}, half of the server's longest sequence of {longest}"
             " tokens"
         )
     return fitted
 
 
 def fitting(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:
-    """Return `sampling` with completions that fit a server whose longest sequence has `longest` tokens; None: unknown.
+    """Return `sampling` with completions short enough for a server whose longest sequence has `longest` tokens.
 
-    By default half of the sequence is left for the prompt.
+    By default, half of the sequence is left for the prompt. None means that the length is unknown.
+
+    Raises:
+        UsageError: `max_new_tokens` leaves no room for a prompt.
     """
     chosen = sampling.max_new_tokens
     if longest is None:
@@ -87,7 +90,7 @@ def fitting(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:
 
 
 class Sampler(AbstractContextManager["Sampler"]):
-    """Samples with the same parameters throughout a run, over connections that are kept."""
+    """Samples with the same parameters throughout a run, over persistent connections."""
 
     def __init__(
         self,
@@ -96,12 +99,13 @@ class Sampler(AbstractContextManager["Sampler"]):
         vocabulary: Vocabulary | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Open no connection yet; `vocabulary` has the tokens of the served model.
+        """Do not connect yet. `vocabulary` describes the tokens of the served model.
 
-        UsageError: a text of `stop` is never found.
+        Raises:
+            UsageError: a text in `config.stop` can never be found.
         """
         self.num_retries = 0
-        """Requests that were sent again, in all calls so far."""
+        """Requests that were retried, in all calls so far."""
         self.config = config
         self.vocabulary = vocabulary or Vocabulary()
         self.vocabulary.check_stop(config.stop)
@@ -111,14 +115,14 @@ class Sampler(AbstractContextManager["Sampler"]):
         self._turns = asyncio.Semaphore(config.max_concurrency)
         self._ahead = asyncio.Semaphore(AHEAD * config.max_concurrency)
         self.loop = EventLoop()
-        """Runs coroutines that await `one`; tasks that they leave continue."""
+        """Runs coroutines that await `one`; tasks that a coroutine leaves behind keep running."""
         self._connections = Connections()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancel what is in flight, then run `last`, and close the connections."""
+        """Cancel the requests in flight, run `last`, and close the connections."""
 
         async def end() -> None:
             try:
@@ -131,12 +135,12 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Capabilities that training needs and the servers of the last call lack, one sentence each."""
+        """Capabilities that training needs but the servers of the last call lack, one sentence each."""
         lines = [line for server in self._servers for line in server.lacks(self.config.temperature)]
         if self.vocabulary.end_ids:
             lines += [
                 f"{server.endpoint.url} does not end completions at {self.vocabulary.end_of_turn}, which ends a turn in"
-                " the model's chat template: the protocol has no field for it"
+                " the model's chat template: OpenAI's protocol has no field to request it"
                 for server in self._servers
                 if server.models and server.dialect == "openai"
             ]
@@ -151,7 +155,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         seed: int,
         are_chat: Sequence[bool] = (),
     ) -> list[tuple[Completion, ...]]:
-        """Return `num_samples` completions per prompt, in the order of the prompts; `are_chat` is `one`'s for each."""
+        """Return `num_samples` completions per prompt, in the prompts' order; `are_chat` has `is_chat` for each."""
         servers = self.servers_at(endpoints)
         requests = (
             self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index, is_chat=is_chat)
@@ -160,7 +164,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         return self.loop.run(gather_or_cancel(requests))
 
     def servers_at(self, endpoints: Sequence[Endpoint]) -> Sequence[Server]:
-        """Return the servers for further requests."""
+        """Return the servers at these endpoints, for the requests that follow."""
         self._servers = [Server(endpoint, self._health.setdefault(endpoint.url, Health())) for endpoint in endpoints]
         return self._servers
 
@@ -176,13 +180,13 @@ class Sampler(AbstractContextManager["Sampler"]):
         config: SamplingConfig | None = None,
         **other: Any,
     ) -> tuple[Completion, ...]:
-        """Return `num_samples` completions of the prompt that has this index among those that share a seed.
+        """Return `num_samples` completions of a prompt; `index` numbers the prompts that share a seed.
 
-        With `is_chat` they end at the end of a turn, too. `config` takes the place of the run's for this request.
-        `other` are sampling parameters in place of its; a `stop` is added to its.
+        With `is_chat`, completions also stop at the end of a turn. `config` replaces the run's configuration for this
+        request. `other` are sampling parameters that override the configuration's; a `stop` is added to its texts.
 
         Raises:
-            RejectedRequestError: a server rejects the prompt, or the model has no embedding of one of its tokens.
+            RejectedRequestError: a server rejects the prompt, or the model has no embedding for one of its tokens.
         """
         config = config or self.config
         self.vocabulary.check_ids(prompt, lambda: "the prompt")
@@ -201,7 +205,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 models = await server.list_models(self._connections)
-        except (RequestFailed, TimeoutError):  # the next request finds out, and is retried
+        except (RequestFailed, TimeoutError):  # the next request fails too, and is retried
             return None
         return next((model.max_model_len for model in models if model.max_model_len), None)
 
@@ -242,18 +246,18 @@ class Sampler(AbstractContextManager["Sampler"]):
         models = await server.list_models(self._connections)
         if server.dialect != "bridge" and "images" in body:
             raise UsageError(
-                f"images need a vLLM with Bridge in it, and {server.endpoint.url} is none",
+                f"images need a vLLM that Bridge has patched, and {server.endpoint.url} is not one",
                 hint="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
             )
         if server.dialect != "bridge" and "prompt_logprobs" in body:
             raise UsageError(
-                f"log-probabilities of prompts need a vLLM with Bridge in it, and {server.endpoint.url} is none",
+                f"prompt log-probabilities need a vLLM that Bridge has patched, and {server.endpoint.url} is not one",
                 hint="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
             )
         if server.dialect != "bridge" and (chosen := filters(config)):
             given = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
             raise UsageError(
-                f"{given} needs a server that reports which tokens were kept, and {server.endpoint.url} does not",
+                f"{given} needs a server that reports which tokens were kept, but {server.endpoint.url} does not",
                 hint="sample from a server that Bridge started with shared weights (bridge serve-vllm), or leave it"
                 " out",
             )
@@ -262,7 +266,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         if server.endpoint.reports_experts:
             fields["experts"] = 0
         name = server.endpoint.model or models[0].id
-        images = {"images": openai_api.sent(body["images"])} if "images" in body else {}  # a copy: not before its turn
+        images = {"images": openai_api.sent(body["images"])} if "images" in body else {}  # large, so encoded late
         answer, version = await server.complete(self._connections, {**fields, **body, **images, "model": name})
         choices = openai_api.in_order(answer, body["n"])
         url = server.endpoint.url
@@ -279,7 +283,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         return made
 
     def _ended(self, dialect: Dialect, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a request that ends at special tokens by their ids; the protocol alone has no field for these."""
+        """Return a request that stops at special tokens by their ids; OpenAI's protocol has no field for these."""
         texts = body.get("stop", ())
         special = self.vocabulary.special
         stop = {"stop": [*texts]}
@@ -291,7 +295,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
 
 def wait_s(num_failed: int) -> float:
-    """Return how long to wait after a request has failed `num_failed` times.
+    """Return how long to wait before retrying a request that has failed `num_failed` times.
 
     Source: "full jitter" of Marc Brooker, Exponential Backoff And Jitter (AWS Architecture Blog, 2015).
     """

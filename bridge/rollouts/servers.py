@@ -1,4 +1,4 @@
-"""The servers that sample: requests to them, why one failed and where to retry it, and which server is next."""
+"""Requests to the servers that sample: connections, failures and where to retry them, and the choice of a server."""
 
 import asyncio
 import itertools
@@ -29,24 +29,24 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import VERSION_HEADER
 
 RETRY_AFTER_LIMIT_S = 30.0
-"""Longest wait that a server can request."""
+"""Longest wait that a server's `Retry-After` can request."""
 UNFIT = (400, 413, 422)
-"""Statuses of a request that does not fit the model."""
+"""HTTP statuses for a request that the model cannot serve."""
 TRANSIENT = (408, 429, 500, 502, 503, 504)
-"""Statuses of a server that is busy or unhealthy, and may recover soon."""
+"""HTTP statuses of a server that is busy or unhealthy, and may recover soon."""
 FIRST_REST_S = 1.0
-"""Seconds without requests for a server that failed while another one answers; doubled after each further failure."""
+"""Cooldown in seconds of a server that failed, if another server answers; doubled after each further failure."""
 REST_LIMIT_S = 60.0
 
 
 class Connections:
-    """Connections to any number of servers, kept between requests; one per request in flight."""
+    """Persistent connections to any number of servers, one per request in flight."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[httpx.AsyncClient]] = {}
 
     async def send(self, method: str, url: str, route: str, body: Any, kind: type[Answer]) -> tuple[Answer, str]:
-        """Return the answer, and the version header that came with it."""
+        """Send a request, and return the response with its version header."""
         try:
             with self._client(url) as http:
                 response = await http.request(method, f"{url.rstrip('/')}{route}", json=body)
@@ -62,7 +62,8 @@ class Connections:
             fault = error.errors()[0]
             field = ".".join(map(str, fault["loc"]))
             why = "; are its weights NaN?" if fault["type"] == "finite_number" else ""
-            raise RequestFailed(f"{route} answered nonsense: {field or 'body'}: {fault['msg']}{why}", "once") from error
+            reason = f"{route} sent an invalid response: {field or 'body'}: {fault['msg']}{why}"
+            raise RequestFailed(reason, "once") from error
 
     async def aclose(self) -> None:
         for client in itertools.chain(*self._idle.values()):
@@ -71,13 +72,13 @@ class Connections:
 
     @contextmanager
     def _client(self, url: str) -> Iterator[httpx.AsyncClient]:
-        """Borrow the client for `url` that was used last.
+        """Borrow the most recently used client for `url`.
 
-        A single client with a pool would do, but httpcore 1.0 scans all connections of a pool several times whenever a
-        request begins or ends: with 256 in flight that is half of the client's CPU time.
+        A single client with a pool would be simpler, but httpcore 1.0 scans all connections of a pool several times
+        whenever a request begins or ends: with 256 requests in flight, that is half of the client's CPU time.
         """
         idle = self._idle.setdefault(url, [])
-        client = idle.pop() if idle else open_async_http()  # the caller limits the answer as a whole
+        client = idle.pop() if idle else open_async_http()  # the caller sets a time limit on the whole response
         try:
             yield client
         finally:
@@ -91,12 +92,12 @@ def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
         return AttachError(f"the server at {url}: {refusal.error}", hint=refusal.hint)
     if status in UNFIT:
         return RejectedRequestError(
-            f"the server at {url} rejects the request: {words}",
+            f"the server at {url} rejected the request: {words}",
             hint="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
         )
     if status in LOCKED:
         return key_rejected(url, response)
-    seconds = response.headers.get("retry-after", "")  # the other form, a date, is not read
+    seconds = response.headers.get("retry-after", "")  # only seconds are supported, not a date
     return RequestFailed(
         f"{route} answered {status}: {words}",
         "anywhere" if status in TRANSIENT else "never",
@@ -111,9 +112,9 @@ class Health:
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0
     num_failures: int = 0
-    """Failures since it last answered; those during a rest are not counted."""
+    """Failures since the server last answered, except those during its cooldown."""
     rests_until: float = 0.0
-    """When it gets requests again."""
+    """Time at which the cooldown ends."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -133,27 +134,27 @@ class Health:
             self.in_flight -= 1
 
     def is_well(self) -> bool:
-        """Return whether to send it a request: after a failure it gets none for a while, then a single one."""
+        """Return whether to send the server a request: none during its cooldown after a failure, then one at a time."""
         return not self.num_failures or (not self.in_flight and self.clock() >= self.rests_until)
 
 
 @dataclass(eq=False)
 class Server:
-    """One server, for the duration of one call: by the next, another one may answer at its address."""
+    """One server for the duration of one call; by the next call, its address may belong to a different server."""
 
     endpoint: Endpoint
     health: Health
-    """Kept across calls."""
+    """Health of the address, kept across calls."""
     models: tuple[ServedModel, ...] = ()
     """Models that the server lists; empty before the first request."""
     dialect: Dialect = "openai"
-    """API of the server, judged by its list of models and the version in it."""
+    """API of the server, derived from its list of models and that response's version header."""
     reports_versions: bool = True
-    """Whether its last answer came with a version."""
+    """Whether the last response had a version header."""
     last_request: int = 0
-    """Number of its last request among those to all servers."""
+    """Sequence number of the server's last request, counted over all servers."""
     listing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while one request lists its models for all others."""
+    """Held while the first request lists the models; concurrent requests wait for the result."""
 
     async def list_models(self, connections: Connections) -> tuple[ServedModel, ...]:
         async with self.listing:
@@ -165,29 +166,29 @@ class Server:
             return self.models
 
     async def complete(self, connections: Connections, body: dict[str, Any]) -> tuple[openai_api.Completions, str]:
-        """Return the completions, and the version header of the weights that made them."""
+        """Request completions, and return them with the version header of the weights that sampled them."""
         route = openai_api.ROUTES[self.dialect]
         answer, header = await connections.send("POST", self.endpoint.url, route, body, openai_api.Completions)
         self.reports_versions = bool(header)
         if self.endpoint.version is None:
             return answer, header
-        choices = tuple(choice.model_copy(update={"versions": None}) for choice in answer.choices)  # not the base's
+        choices = tuple(choice.model_copy(update={"versions": None}) for choice in answer.choices)  # the base model's
         return openai_api.Completions(choices=choices), str(self.endpoint.version)
 
     def lacks(self, temperature: float) -> Iterator[str]:
-        """Yield what this server does not provide for training, a sentence each; nothing before its first answer."""
+        """Yield one sentence for each capability that this server lacks; nothing before its first response."""
         url = self.endpoint.url
         if self.models and self.dialect == "openai":
             own = ", ".join(sorted(WHOLE.keys() - set(PROTOCOL)))
             yield (
-                f"{url} is not vLLM: its completions may lack their end token, which is then not trained; its own"
-                f" defaults of {own} apply, if it has any: the protocol cannot turn them off"
+                f"{url} is not vLLM: completions may lack their end token, which is then not trained, and the server's"
+                f" own defaults for {own} apply, if any, because OpenAI's protocol cannot turn them off"
             )
         if not self.reports_versions and self.endpoint.version is None:
-            yield f"{url} does not report which version of the weights made a completion: staleness is unknown"
+            yield f"{url} does not report which version of the weights sampled a completion: staleness is unknown"
         if not self.reports_versions and temperature != 1.0:
             yield (
-                f"{url} must return log-probabilities at temperature {temperature}, and does not report whether it does"
+                f"{url} must return log-probabilities at temperature {temperature}, but does not report whether it does"
                 " (vLLM: --logprobs-mode processed_logprobs)"
             )
 
@@ -196,9 +197,9 @@ _requests = itertools.count(1)
 
 
 def next_of(servers: Iterable[Server]) -> Server:
-    """Return the healthy server with the fewest requests in flight, in turns if several have as few.
+    """Return the healthy server with the fewest requests in flight, breaking ties round-robin.
 
-    If none is healthy, the one whose rest ends first.
+    If none is healthy, return the one whose cooldown ends first.
     """
 
     def key(server: Server) -> tuple[bool, float, int, int]:

@@ -1,4 +1,4 @@
-"""The staleness bound: which of the groups in flight a step trains on, so that none becomes older than allowed."""
+"""The staleness bound: choose the groups for each step so that no group becomes older than allowed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,34 +15,35 @@ class InFlight:
     """Index of the problem in the run's endless order."""
     problem: Problem
     begun: int
-    """The step that was next when its request was sent: its first token is not older than that."""
+    """The next step at the time of the group's first request; its first token is not older than that."""
     in_order: bool = False
-    """Whether it began at the same time as all others: a stream's first groups, and those that are restarted."""
+    """Whether the group started together with all others: a stream's first groups, and restarted ones."""
     task: asyncio.Task[Group] = field(init=False)
 
     @property
     def is_sampled(self) -> bool:
-        """Whether it is sampled and scored."""
+        """Whether the group is fully sampled and scored."""
         return self.task.done() and not self.task.cancelled() and self.task.exception() is None
 
 
 def room(in_flight: Sequence[InFlight], count: int, *, num_steps: int, most_in_flight: int) -> int:
-    """Return how many groups may begin so that the next `num_steps` steps of `count` groups use up all there are.
+    """Return how many more groups may start, so that the next `num_steps` steps of `count` groups use all of them.
 
-    No more than `most_in_flight` are sampled at a time.
+    At most `most_in_flight` groups are sampled at a time.
     """
     num_waiting = sum(group.is_sampled for group in in_flight)
     return min(count * num_steps - len(in_flight), most_in_flight + num_waiting - len(in_flight))
 
 
 def ready(in_flight: Sequence[InFlight], count: int, *, step: int, max_staleness: int) -> list[InFlight]:
-    """Return the `count` groups that `step` trains on: those that began first of all that are sampled.
+    """Return the `count` groups that `step` trains on: the sampled groups that started first.
 
-    Empty while there are fewer, or while a group must be waited for: one that would be left behind although the steps
-    that may still train on it, up to `max_staleness` after the one that it began for, are taken by older groups.
+    Return an empty list while too few groups are sampled, or while an unfinished group must be waited for. That is the
+    case if the steps that may still train on it, up to `max_staleness` after the step that it started for, would be
+    filled by older groups.
 
-    Groups that began at the same time are taken in their order. Taken as they finish, a stream's first steps would
-    train on its shortest completions.
+    Groups that started together are taken in the order of their problems. In the order in which they finish, a stream's
+    first steps would train on its shortest completions.
     """
     ordered = sorted(in_flight, key=lambda group: (group.begun, group.number))
     if any(group.in_order for group in ordered[:count]):

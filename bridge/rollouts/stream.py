@@ -1,11 +1,11 @@
-"""The stream of a run's own environment: samples its problems in order, and scores the completions.
+"""The stream of an environment: samples its problems in order, and scores the completions.
 
-Without staleness a step's groups are sampled together, and none is in flight between two steps. With it, groups begin
-whenever there is room, a step takes those that are done, and the others continue under new weights. In
-both cases each is scored as soon as it arrives, while others are still being sampled.
+Without staleness, the groups of a step are sampled together, and none is in flight between two steps. With staleness,
+groups start whenever there is room, a step takes those that are done, and the others continue under new weights. In
+both cases each group is scored as soon as it arrives, while others are still being sampled.
 
-The sampler's event loop has its own thread, which keeps running while a step is computed. Only `take`, `evaluate` and
-`served` start, take or drop groups.
+The sampler's event loop runs in its own thread, which keeps running while a step is computed. Only `take`, `evaluate`
+and `served` start, take or drop groups.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from bridge.types import Group, Problem, Result, Task, TrainedProblems
 logger = logging.getLogger(__name__)
 
 EVALUATION = 2**31
-"""Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
+"""Used instead of the step in an evaluation's seed; larger than any step, so that no rollout's seed is reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
-    """The groups of one replica for a step."""
+    """One replica's share of the groups of a step."""
 
     groups: list[Group]
     skipped: list[Group]
@@ -63,10 +63,10 @@ class EnvironmentStream:
         progress: Callable[[int, int], None] = lambda *_: None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Prepare everything that needs no server; `sampler` and `scorer` are closed with the stream.
+        """Prepare everything that does not need a server. Closing the stream closes `sampler` and `scorer`.
 
-        Of several `ranks`, each that talks to a server samples a share of every step. `progress` gets the number of
-        groups scored so far and in all.
+        With several `ranks`, each rank with a server samples a share of every step. `progress` is called with the
+        number of groups scored so far, and their total number.
         """
         self.num_retries = 0
         self.num_in_flight = 0
@@ -81,7 +81,7 @@ class EnvironmentStream:
         self._sampler = sampler
         self._scorer = scorer
         self._reported = set[str]()
-        """Kinds of failures that were logged."""
+        """Kinds of failures that have been logged."""
         self._progress = progress
         self._held_out = problems.held_out(task) if evaluation.samples else []
         self._order = enumerate(problems.endless(task, seed))
@@ -91,14 +91,14 @@ class EnvironmentStream:
         self._endpoint: Endpoint
         self._own_skipped: list[Group] = []
         self._requeued: list[InFlight] = []
-        """Groups that were in flight when a server was lost or a step failed."""
+        """Groups that were in flight when a server was lost or a step failed, to be sampled again."""
         self._counted_retries = 0
-        """Requests that were sent again up to the last step taken, and in evaluations since."""
+        """Requests retried up to the last step taken, and in evaluations since then."""
         self._earlier_retries = 0
-        """Retries before this step."""
+        """Requests retried before this step."""
         self._failures: FailedScores
         self._counted_step = 0
-        """The step whose failures are counted; 0: none."""
+        """The step whose failures are being counted; 0 if there is none."""
         self._unusable = Unusable()
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
@@ -113,9 +113,9 @@ class EnvironmentStream:
         self._trained = trained
 
     def take(self, count: int, *, step: int) -> list[Group]:
-        """Return `count` groups, once that many are sampled and no other group would become too stale.
+        """Return `count` groups, as soon as that many are sampled and no other group would become too stale.
 
-        A step that failed may be taken again, and gets groups of the same problems with the same seeds.
+        Taking a step again after a failure returns groups of the same problems with the same seeds.
         """
         if step != self._step:
             self._step = step
@@ -157,7 +157,7 @@ class EnvironmentStream:
                 num_samples=num_samples, seed=seed_of(self._seed, EVALUATION), index=index, **params,
             )  # fmt: skip
             self._progress(next(num_scored), total)
-            return replace(group, images=None)  # it is not trained on
+            return replace(group, images=None)  # not needed, because the group is not trained on
 
         def all_groups() -> list[Group]:
             servers = self._sampler.servers_at(self._endpoints)
@@ -205,7 +205,7 @@ class EnvironmentStream:
         return [group.task.result() for group in taken]
 
     def _start_groups(self, count: int, step: int, *, num_steps: int) -> None:
-        """Start as many further groups as there is room for."""
+        """Start as many more groups as there is room for."""
         most = self._most_in_flight(count)
         room = staleness.room(self._in_flight, count, num_steps=num_steps, most_in_flight=most)
         if room <= 0:
@@ -225,9 +225,10 @@ class EnvironmentStream:
             self._in_flight.append(group)
 
     def _most_in_flight(self, count: int) -> int:
-        """Return how many groups to sample at once: as chosen, or as many as may wait and fit into the KV cache.
+        """Return how many groups to sample concurrently: `groups_in_flight`, or as many as the staleness bound allows.
 
-        They fit if completions are half as long as the longest on average.
+        The latter are limited to the number that fits in the KV cache if completions are half as long as the longest on
+        average.
         """
         rollouts = self._rollouts
         sampling = self._sampling
@@ -242,7 +243,7 @@ class EnvironmentStream:
         return most_in_flight
 
     async def _sampled(self, started: InFlight, count: int) -> Group:
-        step, index = divmod(started.number, count * self._ranks.dp_size)  # the same whatever their number
+        step, index = divmod(started.number, count * self._ranks.dp_size)  # independent of the number of ranks
         group = await self._scored(
             lambda: self._servers, started.number, started.problem, None,
             num_samples=self._sampling.group_size, seed=seed_of(self._seed, step + 1), index=index,
@@ -261,7 +262,7 @@ class EnvironmentStream:
         index: int,
         **params: float,
     ) -> Group:
-        """Return a group; `failures` counts completions without a reward, else those of the step that is next then."""
+        """Sample and score a group. `failures` counts completions without a reward; None: the next step's failures."""
         sampled = await self._group_sampler.group(
             servers, problem, num_samples=num_samples, seed=seed, index=index, **params
         )
@@ -272,7 +273,7 @@ class EnvironmentStream:
         return scored_group(number, problem, sampled._replace(results=results))
 
     def _skip(self, count: int) -> None:
-        """Let other groups take the place of those whose rewards are all equal, within the bound."""
+        """Replace groups whose rewards are all equal by further groups, up to the oversampling bound."""
         rollouts = self._rollouts
         if not rollouts.skip_without_signal:
             return
@@ -286,7 +287,7 @@ class EnvironmentStream:
                 self._own_skipped.append(replace(group, images=None))
 
     async def _requeue(self, *, keep_sampled: bool) -> None:
-        """Cancel the groups in flight and requeue them, except those kept."""
+        """Cancel and requeue the groups in flight; with `keep_sampled`, except those that are already sampled."""
         ended = [group for group in self._in_flight if not (keep_sampled and group.is_sampled)]
         for group in ended:
             group.task.cancel()

@@ -1,4 +1,4 @@
-"""What a sampler knows of a model's tokens: their texts, which end a completion, and how many have an embedding."""
+"""The tokens of a model: their texts, which of them end a completion, and how many have an embedding."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +19,17 @@ class Vocabulary:
     """The tokens of one model."""
 
     ids_of: IdsOf | None = None
-    """The text of a token -> the ids of all tokens with this text, for servers that return them as text."""
+    """A token's text -> the ids of all tokens with this text, for servers that return tokens only as text."""
     special: Mapping[str, int] = field(default_factory=dict)
-    """The special tokens, which a server leaves out of the text of a completion, and so never finds there."""
+    """The special tokens; a server leaves them out of the text in which it looks for stop texts."""
     end_of_turn: str = ""
     """The token that ends a turn in the chat template, if it has one."""
     end_id: int | None = None
-    """Token id of the end token."""
+    """Token id of `end_of_turn`."""
     end_ids: tuple[int, ...] = ()
-    """Token ids at which chat completions must stop, if servers do not stop there by themselves."""
+    """Token ids at which chat completions must stop, unless servers stop there by themselves."""
     num_embeddings: int | None = None
-    """Rows of the model's embedding; None: unknown."""
+    """Number of rows in the model's embedding; None if unknown."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, model_name: str) -> Self:
@@ -47,23 +47,23 @@ class Vocabulary:
         )
 
     def remarks(self, tokenizer: PreTrainedTokenizerBase, model_name: str) -> Iterator[str]:
-        """Yield what is unusual about the tokens of a model, a line each."""
+        """Yield one line for each unusual property of the model's tokens."""
         if self.end_ids:
             yield (
-                f"the chat template of {model_name} ends a turn with {self.end_of_turn!r}, which is no end of a"
-                " sequence for the model: completions of chat messages end there in this run. To serve the trained"
-                f" model alike, add {self.end_id} to eos_token_id in its generation_config.json"
+                f"the chat template of {model_name} ends a turn with {self.end_of_turn!r}, which is not an"
+                " end-of-sequence token of the model: in this run, completions of chat messages end there. To serve the"
+                f" trained model the same way, add {self.end_id} to eos_token_id in its generation_config.json"
             )
         elif tokenizer.chat_template is not None and not self.end_of_turn:
             yield (
-                f"the chat template of {model_name} ends a turn with no token of its own: a completion ends at"
-                f" {tokenizer.eos_token or 'no token'} or at --max-new-tokens (--stop TEXT ends it before)"
+                f"the chat template of {model_name} does not end a turn with a special token: a completion ends at"
+                f" {tokenizer.eos_token or 'no token'} or at --max-new-tokens (--stop TEXT ends it earlier)"
             )
         if beyond := self.beyond(tokenizer):
             yield f"{beyond}: a prompt with one of them cannot be used"
 
     def beyond(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return which tokens of the tokenizer have no embedding; empty if all have one."""
+        """Return a sentence about the tokens without an embedding; empty if all tokens have one."""
         if self.num_embeddings is None:
             return ""
         ids = sorted((token_id, text) for text, token_id in tokenizer.get_vocab().items())
@@ -77,19 +77,19 @@ class Vocabulary:
         )
 
     def check_stop(self, texts: Sequence[str]) -> None:
-        """Raise UsageError for a text with a special token in it that is more than this token: it is never found."""
+        """Raise UsageError for a text that contains a special token and more, because it can never be found."""
         for text in texts:
             inside = [token for token in self.special if token in text]
             if inside and text not in self.special:
                 token = max(inside, key=len)
                 raise UsageError(
-                    f"--stop {described(text)} never ends a completion: {token} is a special token, which is no part"
-                    " of the text that a server compares with",
-                    hint=f"--stop {token!r} alone, at which sampling ends as at a token",
+                    f"--stop {described(text)} never ends a completion: {token} is a special token, which is not part"
+                    " of the text that a server searches",
+                    hint=f"use --stop {token!r}, which stops at the token itself",
                 )
 
     def check_ids(self, token_ids: Sequence[int], whose: Callable[[], str]) -> None:
-        """Raise RejectedRequestError if a token is beyond the model's embedding; `whose` names them."""
+        """Raise RejectedRequestError if a token has no embedding; `whose` says in the message where it comes from."""
         if self.num_embeddings is None or not token_ids or (largest := max(token_ids)) < self.num_embeddings:
             return
         raise RejectedRequestError(

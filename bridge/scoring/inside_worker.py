@@ -1,12 +1,13 @@
-"""The two processes behind one worker: a supervisor, and its child, which scores one completion after the other.
+"""The two processes of a worker: a supervisor, and its child, which scores one completion at a time.
 
-A score may hang, crash, fork (and even return in the child), call setsid, or orphan its children by ending the process
-between them and us. The kernel gives an orphan to its nearest ancestor that is a subreaper, which is the supervisor. It
-runs no foreign code, and kills all of its descendants when the scoring process ends, when the trainer requests it, and
-when the trainer is gone. A process that a score forks has no connection, and ends where it would answer.
+A score may hang, crash, fork (and even return in the child), call setsid, or orphan its children by killing the process
+between them and us. The kernel reparents an orphan to its nearest subreaper ancestor, which is the supervisor. The
+supervisor runs no foreign code. It kills all of its descendants when the scoring process ends, when the trainer
+requests it, and when the trainer has exited. A process that a score forks has no connection to the trainer, and exits
+at the point where it would answer.
 
-The trainer sends pickled questions. A score may write anything to any descriptor, so answers are lines of JSON of
-bounded size, checked field by field.
+The trainer sends pickled requests. A score may write anything to any descriptor, so answers are lines of JSON of
+bounded size, and every field is checked.
 
 Source: prctl(2) PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG; proc(5) `/proc/PID/oom_score_adj`. A process whose
     children have all been reaped has no descendants.
@@ -36,25 +37,25 @@ from bridge.scoring.score import FailedScore, Origin, Reply, Score, as_reward, h
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
-"""Time for a process to end by itself."""
+"""Time that a process gets to exit by itself."""
 PARENT_POLL_S = 1.0
 """How often the supervisor checks that the trainer is alive."""
 STOP = signal.SIGTERM
-"""Sent to the supervisor: let the scoring process write its stack, and end it."""
+"""Tells the supervisor to let the scoring process write its stack and exit."""
 END = signal.SIGUSR1
-"""Sent to the supervisor: end everything now."""
+"""Tells the supervisor to kill everything now."""
 BY_SIGNAL = 128
-"""Exit code of the supervisor minus this: the signal that ended the scoring process, as shells report it."""
+"""If a signal killed the scoring process, the supervisor exits with this plus the signal's number, as shells do."""
 MAX_ANSWER_BYTES = 2**20
 NOT_PICKLED = (
-    "use classes and functions of modules that another process can import, not of the script that was started, or"
+    "move classes and functions from the script that was started to a module that other processes can import, or"
     " score in this process: --reward-processes 0"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CannotScore:
-    """The error that the trainer raises because a worker can score nothing."""
+    """An answer for which the trainer raises an error, because the worker cannot score anything."""
 
     message: str
     hint: str
@@ -68,39 +69,39 @@ ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
     "Reply": (Reply, {"text": str, "is_error": bool}),
     "CannotScore": (CannotScore, {"message": str, "hint": str}),
 }
-"""Name of an answer -> its class, and the exact type of each field."""
+"""Name of a kind of answer -> its class, and the exact type of each field."""
 
 
 class NotPickledError(RewardError):
-    """A question cannot be sent to another process."""
+    """A request cannot be pickled, and so cannot be sent to a worker."""
 
 
 class BadAnswerError(ValueError):
-    """What a worker sent is not an answer."""
+    """A worker sent something that is not a valid answer."""
 
 
 # Messages
 
 
 def pickled(content: object) -> bytes:
-    """Return a recipe, or a call of its host, as workers read them."""
+    """Pickle a recipe, or a call of its host, for a worker."""
     try:
         return pickle.dumps(content)
-    except Exception as error:  # pickling runs code of the objects inside
+    except Exception as error:  # pickling runs the objects' own code
         raise NotPickledError(
-            f"what scores completions, or a problem, cannot be sent to another process: {type(error).__name__}"
+            f"the scoring code or a problem cannot be sent to another process: {type(error).__name__}"
             f"{reason_of(error)}",
             hint=NOT_PICKLED,
         ) from error
 
 
 def written(number: int, answer: Answer) -> bytes:
-    """Return the answer to question `number` as a line of JSON."""
+    """Return the answer to request `number` as a line of JSON."""
     return json.dumps([number, type(answer).__name__, asdict(answer)]).encode() + b"\n"
 
 
 def read(text: bytes) -> tuple[int, Answer]:
-    """Return the number of the question and the answer to it."""
+    """Parse a line of JSON; return the number of the request, and the answer."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(constant)
@@ -114,9 +115,9 @@ def read(text: bytes) -> tuple[int, Answer]:
             type(number) is float and as_reward(number) is not None for number in numbers
         )  # 1e999 is infinity
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadAnswerError("not the JSON of an answer") from error
+        raise BadAnswerError("the line is not JSON of a known answer") from error
     if type(number) is not int or given_types != types or not are_rewards:
-        raise BadAnswerError("other fields than an answer has")
+        raise BadAnswerError("the answer has unexpected fields")
     return number, kind(**fields)
 
 
@@ -124,9 +125,10 @@ def read(text: bytes) -> tuple[int, Answer]:
 
 
 def supervise(channel: int, last_words: int, trainer: int) -> None:
-    """Start a process that scores over the socket `channel`, and obey the signals of the process `trainer`.
+    """Start a process that scores over the socket `channel`, and obey signals from the process `trainer`.
 
-    This process never keeps `channel`, so that it closes when the scoring ends. Its exit code is that of the scoring.
+    The supervisor closes its copy of `channel`, so that the connection ends with the scoring process. It exits with the
+    scoring process's exit code.
     """
     signals = (signal.SIGCHLD, STOP, END)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -143,7 +145,7 @@ def supervise(channel: int, last_words: int, trainer: int) -> None:
     os.close(channel)
     os.close(last_words)
     ended: dict[int, int] = {}
-    """Process that has ended -> its exit code, or minus its signal."""
+    """Pid of an exited process -> its exit code, or the negative number of the signal that killed it."""
     deadline = float("inf")
     while os.getppid() == trainer and time.monotonic() < deadline and _reap(ended) and scoring not in ended:
         received = signal.sigtimedwait(signals, PARENT_POLL_S)
@@ -160,13 +162,13 @@ def supervise(channel: int, last_words: int, trainer: int) -> None:
 
 
 def _ignore_the_terminal() -> None:
-    """Ignore the signals that a terminal sends to all of its processes: the trainer decides."""
+    """Ignore the signals that a terminal sends to all of its processes: the trainer decides when to stop."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Reap the children that have ended; return whether any child, and so any descendant, is left."""
+    """Reap exited children; return whether any child, and therefore any descendant, is left."""
     try:
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
             ended.setdefault(child[0], os.waitstatus_to_exitcode(child[1]))
@@ -176,7 +178,7 @@ def _reap(ended: dict[int, int]) -> bool:
 
 
 def _end_all(ended: dict[int, int]) -> None:
-    """Kill and reap every descendant; one that the kernel does not let go of is left behind after a while."""
+    """Kill and reap all descendants; give up on unkillable ones after a grace period."""
     deadline = time.monotonic() + GRACE_S
     while _reap(ended) and time.monotonic() < deadline:
         for process in psutil.Process().children(recursive=True):
@@ -189,26 +191,26 @@ def _end_all(ended: dict[int, int]) -> None:
 
 
 def work(channel: int, last_words: int, supervisor: int) -> None:
-    """Score for the other end of the socket `channel` until it is closed; `supervisor` is the parent process.
+    """Answer the requests from the socket `channel` until it is closed; `supervisor` is the parent process.
 
-    A crash or a SIGTERM ends the process, with its stack written to the file `last_words`.
+    On a crash or SIGTERM, the process writes its stack to the file `last_words` and exits.
     """
-    os.setpgid(0, 0)  # a score that signals its process group means what it has started
+    os.setpgid(0, 0)  # so that a score that signals its process group only reaches processes that it started
     _ignore_the_terminal()
     faulthandler.enable(last_words, all_threads=False)
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
     os.register_at_fork(after_in_child=partial(_disconnect, channel, last_words))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # ends before all others when memory runs out
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first process to be killed when memory runs out
     if os.getppid() != supervisor:
         os._exit(0)
     with contextlib.suppress(ConnectionError), socket.socket(fileno=channel) as connection:
-        _serve(connection)  # until it is closed, maybe before everything was read
+        _serve(connection)  # returns once the connection is closed, possibly with unread requests
 
 
 def _disconnect(*descriptors: int) -> None:
-    """Point the descriptors nowhere; if they were closed, a file that a score opens could get their numbers."""
+    """Redirect descriptors to /dev/null. If they were closed, files that a score opens could get their numbers."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor, inheritable=False)
@@ -216,19 +218,19 @@ def _disconnect(*descriptors: int) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Answer the recipe by the origin of the host that it made, then each call of that host."""
+    """Answer the recipe with the origin of its host, then each call with the host's result."""
     own = os.getpid()
 
     def reply(number: int, answer: Answer) -> None:
         if os.getpid() != own:
-            os._exit(0)  # a child that foreign code forked, and that returned in its place
+            os._exit(0)  # a child forked by foreign code, which returned here too
         connection.sendall(written(number, answer))
 
     number = 0
     with connection.makefile("rb") as questions:
         try:
             recipe = _unpickled(questions)
-            with foreign_code("making what scores completions", ""):
+            with foreign_code("creating the scoring object", ""):
                 host = host_of(recipe())
             reply(0, host.origin)
             while questions.peek(1):
@@ -243,5 +245,5 @@ def _unpickled(questions: BinaryIO) -> Any:
     try:
         return pickle.load(questions)  # noqa: S301  the trainer sent it
     except Exception as error:  # unpickling imports and runs foreign code
-        what = f"what scores completions, or a problem, cannot be loaded in another process: {type(error).__name__}"
+        what = f"the scoring code or a problem cannot be loaded in another process: {type(error).__name__}"
         raise RewardError(what + reason_of(error), hint=NOT_PICKLED) from error

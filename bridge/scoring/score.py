@@ -1,4 +1,4 @@
-"""The score of one completion by foreign code, and how many of a batch failed."""
+"""Score one completion with foreign code, and count the failed scores of a batch."""
 
 import inspect
 import logging
@@ -16,22 +16,22 @@ from bridge.types import Problem
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e30
-"""Largest absolute reward that is accepted: the squares of such rewards, and their sums, would overflow."""
+"""Largest accepted absolute value of a reward: sums of the squares of larger rewards could overflow."""
 LONGEST_NAME = 200
-"""Characters of the name of a part of a reward."""
+"""Maximum length of the name of a reward part."""
 LONGEST_LINE = 400
-"""Characters of what happened, in the line about a completion without a reward."""
+"""Maximum length of the reason in the line about a completion without a reward."""
 
 
 class Scores(Protocol):
-    """What scores completions.
+    """An object that scores completions.
 
-    It may have `scores(problem, completion) -> tuple[float, dict[str, float]]`, which is called instead of `score`: the
-    reward, and the parts that it is a weighted sum of, unweighted.
+    It may also have `scores(problem, completion) -> tuple[float, dict[str, float]]`, which is called instead of `score`
+    and returns the reward, and the unweighted parts of which it is a weighted sum.
     """
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return the reward of one completion, a finite number of at most `LARGEST` in size."""
+        """Return the reward of one completion, a finite number with an absolute value of at most `LARGEST`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Score:
     reward: float
     """A finite number."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The finite numbers that it is a weighted sum of, by name, unweighted."""
+    """Name -> unweighted part; the reward is a weighted sum of these finite numbers."""
     turns: list[float] = field(default_factory=list)
-    """One finite number per turn of the model, of which it is the sum; empty: it is for the completion whole."""
+    """One finite number per turn of the model, which add up to the reward; empty if it is for the whole completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,16 @@ class FailedScore:
     """Why one completion has no reward."""
 
     kind: str
-    """What happened and where: the same text for every completion that it happened to."""
+    """The failure and its location, with the same text for every completion that fails in this way."""
     line: str
-    """The same with the prompt and the completion, in one line."""
+    """The failure with its prompt and completion, on one line."""
     is_raised: bool = False
-    """Whether the agent's run raised: its process is intact, and may still score the run."""
+    """Whether the agent's run raised an exception; its process is intact then, and may still score the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnusablePrompt(FailedScore):
-    """Why nothing was sampled for a problem; it does not count for the share of a batch that may fail."""
+    """Why nothing was sampled for a problem; does not count toward the share of a batch that may fail."""
 
     @classmethod
     def of(cls, problem: Problem, error: BridgeError) -> Self:
@@ -71,14 +71,14 @@ class UnusablePrompt(FailedScore):
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The code that scores, for error messages."""
+    """Identifies the code that scores, for error messages."""
 
     name: str
-    """The method with its class: `Class.score`."""
+    """The method with its class, such as `Class.score`."""
     file: str
-    """The file of its class."""
+    """The file that defines the class."""
     location: str
-    """Where the method begins: the file's name and a line."""
+    """The file name and line at which the method begins."""
 
     @classmethod
     def of(cls, kind: type, method: str) -> Self:
@@ -90,7 +90,7 @@ class Origin:
     def raised(
         self, problem: Problem, error: BaseException, completion: str = "", *, is_raised: bool = False
     ) -> FailedScore:
-        """Return why a run of this code that raised `error` has no reward."""
+        """Return the failure for a call of this code that raised `error`."""
         first = error.__cause__ or error if isinstance(error, BridgeError) else error
         kind = f"{self.name} raised {type(first).__name__}"
         location = location_of(first, self.file) or self.location
@@ -100,18 +100,18 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a reset, a tool or an agent's run returned."""
+    """The text that a reset, a tool or an agent's run returned."""
 
     text: str
     is_error: bool = False
-    """Whether the tool raised instead of returning it."""
+    """Whether the tool raised an exception, which `text` describes."""
 
 
 class Host:
-    """What scores completions, made once in each worker; one with tools or an agent answers further calls."""
+    """Scores completions; built once in each worker. Subclasses with tools or an agent answer further calls."""
 
     runs_in_thread = False
-    """Whether its calls wait for this process when it runs here."""
+    """Whether calls must run in a thread if the host is in the trainer's process, because they wait for the trainer."""
 
     def __init__(self, scores: Any, origin: Origin | None = None) -> None:
         self._scores = scores
@@ -119,11 +119,11 @@ class Host:
         self.origin = origin or Origin.of(type(scores), method)
 
     def fresh(self) -> "Host":
-        """Return one for a trajectory that runs at the same time."""
+        """Return a host for a concurrent trajectory."""
         return self
 
     def score(self, problem: Problem, completion: str) -> Score | FailedScore:
-        """Score one completion; of all exceptions only KeyboardInterrupt gets through."""
+        """Score one completion; no exception except KeyboardInterrupt is passed on."""
         origin = self.origin
         method = self.origin.name.rpartition(".")[2]
         try:
@@ -141,19 +141,19 @@ class Host:
 
 
 def host_of(made: Any) -> Host:
-    """Return what a recipe made, as a host."""
+    """Wrap the result of a recipe in a host, unless it is a host already."""
     return made if isinstance(made, Host) else Host(made)
 
 
 def failed(problem: Problem, completion: str, kind: str, what: str, *, is_raised: bool = False) -> FailedScore:
-    """Return the failure "`what`, on prompt ... and completion ..."; `kind` is `what` without its variable parts."""
+    """Return the failure "`what`, on prompt ... and completion ..."; `kind` is `what` without the variable parts."""
     subject = f"on prompt {described(problem['prompt'])} and completion {described(completion)}"
     line = f"{shortened(what, LONGEST_LINE)}, {subject}"
     return FailedScore(kind=shortened(kind, LONGEST_LINE), line=line, is_raised=is_raised)
 
 
 def returned(value: object) -> Score | None:
-    """Return a reward, or its parts by name, as a score; None if they are not numbers as `as_reward` reads them."""
+    """Return a score from a reward, or from a dict of its parts; None if `as_reward` does not accept the numbers."""
     if not isinstance(value, Mapping):
         return _read((value, {}))
     parts = [as_reward(part) for part in value.values()]
@@ -161,7 +161,7 @@ def returned(value: object) -> Score | None:
 
 
 def _read(value: object) -> Score | None:
-    """Return a reward, or a list of one per turn, and its parts as a score; None as `returned`."""
+    """Return a score from a pair: a reward, or a list with one per turn, and its parts. None: see `returned`."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         return None
     per_turn = isinstance(value[0], list)
@@ -176,30 +176,30 @@ def _read(value: object) -> Score | None:
 
 
 def limit_note(value: object) -> str:
-    """Return what to add to "expected a finite number" if `value` is, or directly holds, one that is too large."""
+    """Return a suffix for "expected a finite number" if `value` is, or directly holds, a number that is too large."""
     several: Any = [value]
     if type(value) in (dict, list, tuple):  # those of foreign classes may do anything
         several = [*value.values()] if isinstance(value, dict) else value
     are_too_large = (type(number) in (int, float) and LARGEST < abs(number) < math.inf for number in several)
-    return f" of at most {LARGEST:g} in size" if any(are_too_large) else ""
+    return f" of at most {LARGEST:g} in absolute value" if any(are_too_large) else ""
 
 
 def as_reward(value: object) -> float | None:
-    """Return what a reward may be as a float; None for text, NaN, infinity, and what is larger than `LARGEST`."""
+    """Return a valid reward as a float; None for text, NaN, infinity, and numbers larger than `LARGEST`."""
     if not isinstance(value, SupportsFloat | SupportsIndex):  # text is refused: "1.0" is a bug of the environment
         return None
     try:
         as_float = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or tensor of several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or tensor with several elements
         return None
     return as_float if abs(as_float) <= LARGEST else None
 
 
 class FailedScores:
-    """The failed scores of one batch: counted, reported once per kind; too many of them end the run."""
+    """Counts the failed scores of one batch and reports each kind once; too many failures end the run."""
 
     def __init__(self, batch: str, *, num_completions: int, max_share: float) -> None:
-        """`batch` names it in messages; at most `max_share` of its `num_completions` may fail."""
+        """`batch` is the batch's name in messages; at most `max_share` of its `num_completions` may fail."""
         self._batch = batch
         self._num_completions = num_completions
         self._max_share = max_share
@@ -207,7 +207,7 @@ class FailedScores:
         self._unusable: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
-        """The first line of each kind."""
+        """Kind of failure -> the line of its first occurrence."""
 
     def add(self, results: Iterable[Score | FailedScore]) -> None:
         """Count the failures among the results."""
@@ -217,7 +217,7 @@ class FailedScores:
                 self._counts[result.kind] += 1
                 self._unusable[result.kind] += isinstance(result, UnusablePrompt)
                 self._examples.setdefault(result.kind, result.line)
-        num_completions = max(self._num_completions, self._num_scored)  # groups of later batches may be among them
+        num_completions = max(self._num_completions, self._num_scored)  # may include groups of later batches
         of_scores = self._counts - self._unusable
         num_failed = of_scores.total()
         if num_failed <= self._max_share * num_completions:
@@ -226,17 +226,17 @@ class FailedScores:
         raise RewardError(
             f"{self._batch}: at least {num_failed} of {_completions(num_completions)} without a reward,"
             f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
-            hint="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
+            hint="fix the score method, then rerun the command; --reward-timeout-s gives a score more time, and"
             " --max-unscored-share allows more completions without a reward",
         )
 
     def log(self, reported: set[str]) -> None:
-        """Log each kind that is not in `reported`, and add it."""
+        """Log each kind of failure that is not yet in `reported`, and add it."""
         for kind, count in self._counts.items():
             if kind not in reported:
                 reported.add(kind)
                 logger.warning(
-                    f"{self._batch}: {_completions(count)} left out for lack of a reward: {self._examples[kind]}"
+                    f"{self._batch}: {_completions(count)} without a reward left out: {self._examples[kind]}"
                     " (reported once; all are counted)"
                 )
 

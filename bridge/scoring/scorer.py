@@ -1,4 +1,4 @@
-"""Score completions, call tools and run agents in processes of their own, or in this one."""
+"""Score completions, call tools and run agents, in worker processes or in this process."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from bridge.scoring.worker_handle import WorkerProcess, direct_to_loopback
 from bridge.types import Problem
 
 DEFAULT_PROCESSES = 4
-"""Most processes by default: a trainer and a server need cores too."""
+"""Maximum number of processes by default, because trainer and server need CPU cores too."""
 Call = Callable[[], Any]
 """A call of foreign code."""
 
@@ -28,7 +28,7 @@ async def _call_here(call: Call) -> Any:
 
 
 class Scorer:
-    """Workers, or this process if there are none; used from one event loop, and closed by the thread that made it."""
+    """Scores in workers, or in this process; used from one event loop, and closed by the thread that created it."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class Scorer:
         variables: Collection[str] = (),
         call_here: Callable[[Call], Awaitable[Any]] = _call_here,
     ) -> None:
-        """Start the workers without waiting for them; each makes a host by `recipe`, which is pickled.
+        """Start the workers without waiting for them; each builds a host with `recipe`, which must be picklable.
 
-        `processes`: None: one per core, at most 4; 0: score in this process, without a time limit, through
-        `call_here`. `tool_timeout_s` limits each call of a tool, and an agent between two turns. `variables` with
-        secrets are in the environment of the workers, too.
+        `processes` is the number of workers. None means one per core, at most 4; 0 means to score in this process,
+        through `call_here` and without a time limit. `tool_timeout_s` limits each tool call, and an agent's time
+        between two turns. `variables` names environment variables that workers get even if they hold secrets.
         """
         self._workers: list[WorkerProcess] = []
         self._tool_timeout_s = tool_timeout_s
         self._call_here = call_here
         if processes == 0:
-            with foreign_code("making what scores completions", ""):
+            with foreign_code("creating the scoring object", ""):
                 self._own = host_of(recipe())
             if self._own.runs_in_thread:
                 os.environ.update(direct_to_loopback())
@@ -63,7 +63,7 @@ class Scorer:
             self._idle.put_nowait(self._workers[-1])
 
     async def score(self, problem: Problem, completions: Sequence[str]) -> list[Score | FailedScore]:
-        """Score the completions of one problem, in parallel; the results are in their order."""
+        """Score the completions of one problem in parallel, and return the results in the same order."""
 
         async def scored(completion: str) -> Score | FailedScore:
             async with self.trajectory(problem) as trajectory:
@@ -75,7 +75,7 @@ class Scorer:
 
     @asynccontextmanager
     async def trajectory(self, problem: Problem) -> AsyncIterator["Trajectory"]:
-        """Reserve a host for one trajectory, in a process that runs no other at the same time."""
+        """Reserve a host for one trajectory, in a process that runs no other trajectory meanwhile."""
         if not self._workers:
             call = _call_in_thread if self._own.runs_in_thread else self._call_here
             yield Trajectory(problem, self._tool_timeout_s, host=self._own.fresh(), call_here=call)
@@ -96,28 +96,28 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A host, reserved until the reward of one completion; unusable after a FailedScore."""
+    """A host that is reserved for one completion until its reward is known; unusable after a FailedScore."""
 
     _problem: Problem
     _tool_timeout_s: float
     worker: WorkerProcess | None = None
     host: Host | None = None
-    """In place of a worker: one of this process."""
+    """A host in this process, used instead of a worker."""
     call_here: Callable[[Call], Awaitable[Any]] = _call_here
 
     async def begin(self) -> Reply | FailedScore:
-        """Reset it; the reply is what `reset` adds to the prompt."""
+        """Reset the environment; the reply holds the text that `reset` adds to the prompt."""
         return await self._ask("reset", "", "begin", self._problem, is_first=True)  # type: ignore[no-any-return]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply | FailedScore:
-        """Call a tool, by a name and with arguments that a model wrote."""
+        """Call a tool with the name and the arguments that a model wrote."""
         try:
             return await self._ask(f"tool {name}", "", "call", name, arguments)  # type: ignore[no-any-return]
         except NotPickledError:
             return Reply(text=f"error: the arguments of {shortened(name)} are nested too deeply", is_error=True)
 
     async def run(self, base_url: str) -> Reply | Score | FailedScore:
-        """Run an agent to its end; after a reply, `score` has the reward."""
+        """Run an agent to its end; after a reply, call `score` for the reward."""
         run = self._ask("the agent's run", "", "run", self._problem, base_url, is_first=True)
         return await run  # type: ignore[no-any-return]
 
@@ -140,7 +140,7 @@ class Trajectory:
         def call() -> Any:
             result = getattr(self.host, method)(*given)
             if os.getpid() != own:
-                os._exit(0)  # a child that foreign code forked: it would be a second trainer
+                os._exit(0)  # a child forked by foreign code, which would become a second trainer
             return result
 
         return await self.call_here(call)

@@ -1,8 +1,8 @@
-"""A worker as the trainer sees it: started, asked one question at a time, killed and replaced.
+"""The trainer's handle of a worker: start it, send it one request at a time, kill and replace it.
 
-It is not forked, because this process may have threads and CUDA. It is a fresh Python that runs nothing of the user's
-script, so that the script needs no `if __name__ == "__main__"`. What it prints goes to stderr.
-Every wait has a deadline, and an answer counts only if it has the number of the question.
+A worker is not forked, because this process may have threads and use CUDA. It is a fresh Python process that does not
+run the user's script, so the script does not need `if __name__ == "__main__"`. Its output goes to stderr.
+Every wait has a deadline, and an answer is accepted only if it has the number of the request.
 """
 
 import asyncio
@@ -34,33 +34,33 @@ PROGRAM = (
     "from bridge.scoring import inside_worker; inside_worker.supervise(*map(int, sys.argv[2:]))"
 )
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
-"""A line of the stack that `faulthandler` writes, the innermost first."""
+"""A line of the stack that `faulthandler` writes, innermost frame first."""
 START_LIMIT_S = 600.0
-"""Time for a worker to make what scores; this process did the same before."""
+"""Time that a worker gets to build its host; generous, because the recipe has already run once in this process."""
 SPOILED = "wrote to the connection of its process"
 MAX_STACK_BYTES = 2**16
-"""Read of the file that `faulthandler` writes: a score may write to it, too."""
+"""Maximum number of bytes read from the file that `faulthandler` writes, because a score may write to it, too."""
 HARM = (EOFError, ConnectionError, BadAnswerError)
-"""Errors that mean that a process cannot answer."""
+"""Errors after which a process cannot answer any more."""
 
 
 class WorkerProcess:
-    """One worker process, replaced by a new one after it failed."""
+    """One worker process, which is replaced by a new one after a failure."""
 
     def __init__(self, recipe: bytes, *, timeout_s: float, variables: Collection[str]) -> None:
-        """Start it; its environment has no secrets but the `variables`."""
+        """Start the process; its environment has no secrets except the `variables`."""
         self._recipe = recipe
         self._timeout_s = timeout_s
         self._variables = variables
         self._limit: asyncio.Timeout | None = None
-        """Of the question that is being answered."""
+        """Time limit of the current request."""
         self._num_suspending = 0
-        """Requests of an agent that suspend this limit."""
+        """Number of an agent's requests for turns that currently suspend the limit."""
         self._start()
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
-        self._last_words = tempfile.TemporaryFile()  # noqa: SIM115  closed once it is read
+        self._last_words = tempfile.TemporaryFile()  # noqa: SIM115  closed after it is read
         given = theirs.fileno(), self._last_words.fileno()
         path = json.dumps([str(folder) for folder in sys.path])
         command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
@@ -70,14 +70,14 @@ class WorkerProcess:
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0, env=environment
         )
         theirs.close()
-        with suppress(ConnectionError):  # it has exited already: the next question will notice
+        with suppress(ConnectionError):  # the process has already exited, which the next request will notice
             self._socket.sendall(self._recipe)
         self._socket.setblocking(False)
         self._received = bytearray()
         self._number = 0
-        """Of the last question."""
+        """Number of the last request."""
         self._origin: Origin | None = None
-        """Whose code scores; known once it was made."""
+        """Identifies the scoring code; None until the host is built."""
 
     async def ask(
         self,
@@ -89,12 +89,12 @@ class WorkerProcess:
         timeout_s: float | None = None,
         is_first: bool = True,
     ) -> Score | FailedScore | Reply:
-        """Return the answer, or what happened instead; a process that came to harm is replaced.
+        """Send a request, and return the answer, or a FailedScore if the process failed and had to be replaced.
 
-        `name` is what is called, if it is not what scores; `timeout_s` its time limit, if it is another.
-        `is_first`: the question needs nothing that an earlier one left in the process.
+        `name` is the name of the called method for messages, and `timeout_s` its time limit, if it is not the score
+        method. `is_first` means that the request does not depend on the state that earlier requests left.
         """
-        if self._is_gone() or (self._origin is not None and self._has_written()):  # unasked: it has exited
+        if self._is_gone() or (self._origin is not None and self._has_written()):  # without a request: it has exited
             self.kill()
             self._start()
             if not is_first:
@@ -104,7 +104,7 @@ class WorkerProcess:
             origin = self._origin or await self._made()
             self._origin = origin
             answer = await self._answer(question, self._timeout_s if timeout_s is None else timeout_s)
-        except BaseException:  # its answer would be taken for that to the next question
+        except BaseException:  # a late answer would be taken for the answer to the next request
             self.kill()
             raise
         if not isinstance(answer, str):
@@ -117,7 +117,7 @@ class WorkerProcess:
         return failed(problem, completion, kind, f"{kind} ({location})" if location else kind)
 
     def _with_hint(self, answer: Score | FailedScore | Reply) -> Score | FailedScore | Reply:
-        """Return an answer, with a hint if it failed for lack of a hidden variable: for the user, not for the model."""
+        """Return the answer; if a hidden variable caused a failure, add a hint for the user, but not for the model."""
         if isinstance(answer, FailedScore):
             what = answer.line.partition(", on prompt ")[0]
             return replace(answer, line=answer.line + redaction.env_hint(what, self._variables))
@@ -127,7 +127,7 @@ class WorkerProcess:
 
     @contextmanager
     def suspended_limit(self) -> Iterator[None]:
-        """Suspend the request's time limit, which restarts when no caller suspends it any more."""
+        """Suspend the current request's time limit; it restarts once no caller suspends it any more."""
         self._num_suspending += 1
         self._reschedule(None)
         try:
@@ -139,17 +139,17 @@ class WorkerProcess:
 
     def _reschedule(self, when: float | None) -> None:
         if self._limit is not None:
-            with suppress(RuntimeError):  # it has expired
+            with suppress(RuntimeError):  # the limit has expired
                 self._limit.reschedule(when)
 
     def dismiss(self) -> None:
-        """Let it end by itself; follow with `kill`."""
+        """Let the worker exit by itself; call `kill` afterwards."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def kill(self) -> list[tuple[str, int]]:
-        """End it, with all that it has started, and return its last stack; an idle one gets a grace period."""
-        if self._is_gone() or self._starter != os.getpid():  # a process forked from this one leaves it alone
+        """Kill the worker and everything it started, and return its last stack. An idle worker gets a grace period."""
+        if self._is_gone() or self._starter != os.getpid():  # a forked child of the trainer must not touch the worker
             return []
         try:
             if self._origin is not None and self._limit is None:
@@ -157,7 +157,7 @@ class WorkerProcess:
         finally:
             self._process.send_signal(inside_worker.END)
             try:
-                self._process.wait(2 * GRACE_S)  # the supervisor ends everything first
+                self._process.wait(2 * GRACE_S)  # the supervisor kills its descendants first
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 with suppress(subprocess.TimeoutExpired):
@@ -169,16 +169,16 @@ class WorkerProcess:
         return [(file, int(line)) for file, line in reversed(FRAME.findall(stack))]
 
     async def _made(self) -> Origin:
-        """Wait until it has made what scores, and return whose code that is."""
+        """Wait until the worker has built its host, and return the origin of the scoring code."""
         limit = asyncio.timeout(START_LIMIT_S)
         try:
             return await self._next_answer(limit, Origin)  # type: ignore[no-any-return]
         except HARM as error:
             how = await self._what_it_did(error)
-            what = f"has not made it in {START_LIMIT_S:g} s" if limit.expired() else how
+            what = f"took longer than {START_LIMIT_S:g} s" if limit.expired() else how
         raise RewardError(
-            f"a process for scoring completions cannot make what scores them: it {what}",
-            hint="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
+            f"a scoring process failed to create the scoring object: it {what}",
+            hint="see its output above; --reward-processes 0 scores in this process, where a debugger works",
         )
 
     async def _answer(self, question: bytes, timeout_s: float) -> Score | FailedScore | Reply | str:
@@ -196,7 +196,7 @@ class WorkerProcess:
             self._limit = None
 
     async def _next_answer(self, limit: asyncio.Timeout, expected: Any, question: bytes = b"") -> Any:
-        """Send a question, and return the answer; past the limit, a signal makes it print its stack and end."""
+        """Send a request, and return the answer; past the limit, make the process write its stack and exit."""
         try:
             async with limit:
                 await asyncio.get_running_loop().sock_sendall(self._socket, question)
@@ -207,14 +207,14 @@ class WorkerProcess:
         if isinstance(answer, CannotScore):
             raise RewardError(answer.message, hint=answer.hint + redaction.env_hint(answer.message, self._variables))
         if number != self._number or not isinstance(answer, expected):
-            raise BadAnswerError("the answer to another question")
+            raise BadAnswerError("the answer belongs to a different request")
         return answer
 
     async def _late_line(self) -> bytes:
-        """Return the line that this process was too busy to read in time, or EOFError once the process has ended."""
+        """Return a line that the trainer was too busy to read in time; raise EOFError once the worker has exited."""
         if self._has_written():
             with suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):  # it may be the beginning of a line
+                async with asyncio.timeout(GRACE_S):  # only a part of the line may have arrived
                     return await self._line()
         self._process.send_signal(inside_worker.STOP)
         try:
@@ -225,7 +225,7 @@ class WorkerProcess:
             raise EOFError from error
 
     async def _line(self) -> bytes:
-        """Return the next line. Cancelling it loses nothing that was received."""
+        """Return the next line. Cancellation does not lose received bytes."""
         loop = asyncio.get_running_loop()
         is_readable = asyncio.Event()
         loop.add_reader(self._socket, is_readable.set)
@@ -239,7 +239,7 @@ class WorkerProcess:
                     if not piece:
                         raise EOFError
                 if len(self._received) > MAX_ANSWER_BYTES:
-                    raise BadAnswerError("an answer that is too long")
+                    raise BadAnswerError("the answer is too long")
         finally:
             loop.remove_reader(self._socket)
         line, _, rest = self._received.partition(b"\n")
@@ -250,11 +250,11 @@ class WorkerProcess:
         return self._socket.fileno() < 0
 
     def _has_written(self, wait_s: float = 0.0) -> bool:
-        """Return whether it has written anything that was not read, or closed the connection."""
+        """Return whether the worker has written anything unread, or has closed the connection."""
         return bool(self._received or is_readable(self._socket, wait_s))
 
     async def _what_it_did(self, harm: BaseException) -> str:
-        """Wait until it has ended; if only the connection was closed, the supervisor keeps running."""
+        """Wait for the worker to exit, and describe how it failed; it may only have closed the connection."""
         if isinstance(harm, BadAnswerError):
             return SPOILED
         try:
@@ -264,22 +264,22 @@ class WorkerProcess:
         if status < 0:  # a score may have killed the supervisor, too
             return "closed the connection of its process"
         if status <= inside_worker.BY_SIGNAL:
-            return f"ended its process with exit status {status}"
+            return f"exited with status {status}"
         number = status - inside_worker.BY_SIGNAL
         memory = " (out of memory?)" if number == signal.SIGKILL else ""
         names = {known.value: known.name for known in signal.Signals}  # most real-time signals have none
-        return f"ended its process by {names.get(number, f'signal {number}')}{memory}"
+        return f"was killed by {names.get(number, f'signal {number}')}{memory}"
 
 
 @cache
 def _report(line: str) -> None:
-    """Write a line to stderr, once."""
+    """Write a line to stderr, but only once."""
     sys.stderr.write(f"{line}\n")
 
 
 def direct_to_loopback() -> dict[str, str]:
-    """Return NO_PROXY settings for loopback: an agent reaches its base URL without a proxy."""
+    """Return NO_PROXY settings that let an agent reach its base URL on loopback without a proxy."""
     names = ("no_proxy", "NO_PROXY")
     given = [host.strip() for name in names for host in os.environ.get(name, "").split(",")]
-    hosts = ["*"] if "*" in given else [*filter(None, given), "127.0.0.1"]  # a star counts only if it stands alone
+    hosts = ["*"] if "*" in given else [*filter(None, given), "127.0.0.1"]  # a star counts only as the sole entry
     return dict.fromkeys(names, ",".join(dict.fromkeys(hosts)))

@@ -416,7 +416,7 @@ class Raises(Chat):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ("Chat", "the environment's prompts are chat messages, and the model's tokenizer has no chat template"),
+        ("Chat", "the environment's prompts are chat messages, but the model's tokenizer has no chat template"),
         ("Raises", "got a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
     ],
 )

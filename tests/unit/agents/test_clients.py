@@ -105,4 +105,4 @@ def test_recorded_requests_of_other_packages_are_answered(tmp_path: Path) -> Non
             assert ours.tokenizer.decode(own).rstrip().endswith("</code>"), "the stop is trained on"
         assert "made it up" not in one.text
     (line,) = ours.notes
-    assert line.startswith("an agent forces a call by tool_choice in a request, which is ignored")
+    assert line.startswith("an agent forces a tool call with tool_choice in a request, which is ignored")

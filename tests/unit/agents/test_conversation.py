@@ -106,12 +106,12 @@ def test_written_text_cannot_move_the_end_of_a_turn(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "thinking off": ("qwen3", {"enable_thinking": False}, "changes an earlier turn once another follows"),
-    "thoughts are dropped": ("qwen3", {"answers": "user"}, "changes an earlier turn once another follows"),
-    "no tools": ("gemma3", {}, "rejects messages of the roles user, assistant, tool: TemplateError: Conv"),
-    "calls are dropped": ("llama3", {}, "writes a call of a tool as"),
-    "tools move": ("mistral", {"answers": "user"}, "changes an earlier turn once another follows"),
-    "no template": ("none", {}, "is missing: its tokenizer has none"),
+    "thinking off": ("qwen3", {"enable_thinking": False}, "changes an earlier turn once a new one follows"),
+    "thoughts are dropped": ("qwen3", {"answers": "user"}, "changes an earlier turn once a new one follows"),
+    "no tools": ("gemma3", {}, "rejects messages with the roles user, assistant, tool: TemplateError: Conv"),
+    "calls are dropped": ("llama3", {}, "writes a tool call as"),
+    "tools move": ("mistral", {"answers": "user"}, "changes an earlier turn once a new one follows"),
+    "no template": ("none", {}, "is missing from its tokenizer"),
     "no end": ("endless", {}, "ends a turn with '\\n', expected a special token"),
 }
 
@@ -172,7 +172,7 @@ def test_a_message_of_an_agent_that_is_dropped_is_refused(tmp_path: Path, name: 
     ours = Conversation(tokenizer, str(tmp_path), answers=None)
     user, turn = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "I see."}
     assert ours.prompt([user, turn, user])
-    words = f"drops the message of the role {message['role']}, of which the model would not see '{message['content']}'"
+    words = f"drops the message with the role {message['role']}, so the model would not see '{message['content']}'"
     with pytest.raises(UsageError, match=words):
         ours.prompt([user, turn, message, user])
     if name == "phi3":
@@ -193,7 +193,7 @@ def test_an_answer_that_the_template_escapes_is_not_lost(tmp_path: Path) -> None
 def test_a_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<|eot_id|><|im_end|>")
-    with pytest.raises(UsageError, match=r"ends a turn with '<\|eot_id\|>' and further tokens, and the server"):
+    with pytest.raises(UsageError, match=r"ends a turn with '<\|eot_id\|>' and further tokens, but the server"):
         Conversation(tokenizer, str(tmp_path), tools=[TOOL])
 
 

@@ -68,22 +68,25 @@ def test_fields_of_a_response_become_those_of_a_chat() -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "no object": ([], "the request is not a JSON object"),
-    "no input": ({}, "the request cannot be read: KeyError: 'input'"),
+    "no input": ({}, "the request cannot be parsed: KeyError: 'input'"),
     "what is stored": ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id is not supported, bec"),
     "a background": ({"input": "x", "background": True}, "background=true is not supported"),
     "another field": ({"input": "x", "max_tool_calls": 3}, "the field max_tool_calls is not supported"),
-    "a hosted tool": ({"input": "x", "tools": [{"type": "web_search"}]}, "tools has one of the type web_search"),
+    "a hosted tool": ({"input": "x", "tools": [{"type": "web_search"}]}, "tools has one of type web_search"),
     "a picture": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "a message has a part of the type input_image, expected text",
+        "a message has a part of type input_image, expected text",
     ),
-    "an item of another kind": ({"input": [{"type": "item_reference", "id": "x"}]}, "input has an item of the type i"),
+    "an item of another kind": ({"input": [{"type": "item_reference", "id": "x"}]}, "input has an item of type i"),
     "logprobs": ({"input": "x", "include": ["message.output_text.logprobs"]}, "logprobs are not supported"),
-    "a call without a name": ({"input": [{"type": "function_call", "call_id": "c1"}]}, "the request cannot be read: K"),
+    "a call without a name": (
+        {"input": [{"type": "function_call", "call_id": "c1"}]},
+        "the request cannot be parsed: K",
+    ),
     "a schema": ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "response_format="),
-    "a number": ({"input": 7}, "the request cannot be read: TypeError"),
-    "numbers": ({"input": [7]}, "the request cannot be read: AttributeError"),
-    "a text that is none": ({"input": "x", "text": 7}, "the request cannot be read: TypeError"),
+    "a number": ({"input": 7}, "the request cannot be parsed: TypeError"),
+    "numbers": ({"input": [7]}, "the request cannot be parsed: AttributeError"),
+    "a text that is none": ({"input": "x", "text": 7}, "the request cannot be parsed: TypeError"),
 }
 
 

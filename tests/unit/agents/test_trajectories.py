@@ -369,7 +369,7 @@ HARMLESS = {
 }
 FATAL = {
     "hangs": "tool misbehave took longer than 4 s (tools_sample.py line ",
-    "dies": "tool misbehave ended its process with exit status 7",
+    "dies": "tool misbehave exited with status 7",
 }
 
 
@@ -404,7 +404,9 @@ def test_an_answer_the_template_rejects_costs_its_trajectory(tmp_path: Path, mon
     with rolled(tmp_path, say) as ours:
         groups = ours.stream.take(2, step=1)
     faults = [one.fault for group in groups for one in group.unscored]
-    assert all("rejects messages of the roles user, assistant, tool: ZeroDivisionError: " in fault for fault in faults)
+    assert all(
+        "rejects messages with the roles user, assistant, tool: ZeroDivisionError: " in fault for fault in faults
+    )
     assert faults
     assert len(faults) + sum(len(group.rewards) for group in groups) == 8
 
@@ -419,7 +421,7 @@ def test_a_tool_that_does_not_exist_and_an_answer_of_a_megabyte(tmp_path: Path) 
         if group.problem["start"] % 2:  # type: ignore[typeddict-item]
             (answer,) = answers(group.completions[0])
             assert len(answer) == 10_000
-            assert answer.endswith("xxx... (cut: it has 1,048,576 characters)")
+            assert answer.endswith("xxx... (truncated from 1,048,576 characters)")
         else:
             assert answers(group.completions[0], "nowhere") == ["error: there is no tool nowhere, only add, misbehave"]
             assert group.completions[0].tool_errors == 1
@@ -464,7 +466,7 @@ def test_a_tool_that_hangs_or_dies_costs_its_trajectory_alone(
         else:
             assert len(group.rewards) == 4
     (line,) = ours.notes
-    assert line.startswith(f"step 1: 4 completions left out for lack of a reward: {FATAL[how]}")
+    assert line.startswith(f"step 1: 4 completions without a reward left out: {FATAL[how]}")
 
 
 def runs(pid: int) -> bool:
@@ -567,4 +569,4 @@ def test_invalid_reset_costs_only_its_completions(
     assert sizes[3] == 0
     assert {number for number, size in sizes.items() if size == 4} == {*sizes} - {3}
     (line,) = ours.notes
-    assert "4 completions left out for lack of a reward: the prompt cannot be used: the server at " in line
+    assert "4 completions without a reward left out: the prompt cannot be used: the server at " in line

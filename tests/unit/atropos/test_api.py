@@ -47,9 +47,9 @@ def test_several_addresses_are_refused() -> None:
     ("answer", "message"),
     [
         (Answer("gone\nfor lunch", 404), "/info answered 404: gone for lunch"),
-        (Answer("[]"), "/info answered nonsense: body: "),
-        (as_json({"batch_size": "many", "max_token_len": 1}), "/info answered nonsense: batch_size: "),
-        (as_json({"batch_size": 1}), "/info answered nonsense: max_token_len: "),
+        (Answer("[]"), "/info sent an invalid response: body: "),
+        (as_json({"batch_size": "many", "max_token_len": 1}), "/info sent an invalid response: batch_size: "),
+        (as_json({"batch_size": 1}), "/info sent an invalid response: max_token_len: "),
     ],
 )
 def test_bad_answer_is_reported_in_one_line(answer: Answer, message: str) -> None:

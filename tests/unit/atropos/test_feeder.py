@@ -160,7 +160,7 @@ def test_a_prompt_that_cannot_be_encoded_is_left_out(model: Path) -> None:
     assert fed.last.unscored >= 1
     (line,) = [note for note in fed.notes if "left out" in note]
     assert "the prompt cannot be used: the environment's prompts are chat messages" in line
-    with pytest.raises(RewardError, match="problems in a row cannot be used"):
+    with pytest.raises(RewardError, match="consecutive problems cannot be used"):
         Fed(model, FakeApi(), NoneUsable)
 
 
@@ -173,7 +173,7 @@ def test_several_servers_take_turns(model: Path) -> None:
 def test_default_length_fits_the_server(model: Path) -> None:
     fed = Fed(model, FakeApi(), longest=64)
     assert {body["max_tokens"] for body in fed.requests} == {32}
-    assert "--max-new-tokens 32: half of the server's longest sequence, which has 64 tokens" in fed.notes
+    assert "--max-new-tokens defaults to 32, half of the server's longest sequence of 64 tokens" in fed.notes
 
 
 def test_group_marks_sampled_tokens(model: Path) -> None:

@@ -320,8 +320,8 @@ def test_adapter_beside_a_full_model_is_refused(write: Callable[[Path], Path], t
     get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(folder)
     error = refusal(folder)
     assert error is not None
-    assert "it holds a whole model and an adapter (adapter_config.json)" in error.message
-    with pytest.raises(UnsupportedModelError, match="it holds a whole model and an adapter") as caught:
+    assert "it holds a full model and an adapter (adapter_config.json)" in error.message
+    with pytest.raises(UnsupportedModelError, match="it holds a full model and an adapter") as caught:
         loaded.load(str(folder), device="cpu")  # a reference, or a trainer's own copy: nothing checks them before
     assert caught.value.hint == error.hint
 

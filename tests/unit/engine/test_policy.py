@@ -232,7 +232,7 @@ def test_single_prompt_instead_of_a_list_is_refused(policy: bridge.Policy, one: 
 
 
 def test_problem_without_a_prompt_is_refused_with_its_keys(policy: bridge.Policy) -> None:
-    with pytest.raises(UsageError, match="no 'prompt', only 'question'"):
+    with pytest.raises(UsageError, match="no key 'prompt', only 'question'"):
         policy.sample([{"question": "1 + 1"}])  # type: ignore[list-item]
     assert policy.sample([]) == []
 

@@ -83,7 +83,7 @@ REFUSED = {
         ASKS,
         "Task.run returned None, expected a finite number, one per turn, or a dict of finite numbers (task.py line",
     ),
-    "no turn": ("return 1.0", "the agent's run ended without a turn of the model: it requested none from its base_url"),
+    "no turn": ("return 1.0", "the agent's run ended without requesting a turn of the model from its base_url"),
     "an empty dict": (f"{ASKS}\n        return {{}}", "Task.run returned {}, expected a finite number"),
     "a part that is none": (
         f"{ASKS}\n        return {{'a': 'b', 'c': 1}}",
@@ -107,7 +107,7 @@ def test_rehearsal_names_the_obstacle_to_a_reward(model: Path, tmp_path: Path, c
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     tiny.write_tokenizer(tmp_path, tiny.VOCABULARY)
-    with pytest.raises(UsageError, match=f"the chat template of {tmp_path} is missing: its tokenizer has none"):
+    with pytest.raises(UsageError, match=f"the chat template of {tmp_path} is missing from its tokenizer"):
         rehearsed(tmp_path, f"{FILE}:Calling", reward_processes=0)
 
 
@@ -123,14 +123,14 @@ BAD: dict[str, tuple[dict[str, Any] | list[Any], str]] = {
     "another field": ({"messages": [USER], "functions": []}, "the field functions is not supported"),
     "another role": (
         {"messages": [{"role": "function", "content": "x"}]},
-        "a message cannot be read: {'role': 'function'",
+        "a message cannot be parsed: {'role': 'function'",
     ),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "a message has a part of the type image_url, expected text",
+        "a message has a part of type image_url, expected text",
     ),
-    "an odd call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}, USER]}, "a message cannot be read"),
-    "text that is none": ({"messages": [{"role": "user", "content": 7}]}, "a message cannot be read"),
+    "an odd call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}, USER]}, "a message cannot be parsed"),
+    "text that is none": ({"messages": [{"role": "user", "content": 7}]}, "a message cannot be parsed"),
     "a prefix": ({"messages": [USER, {"role": "assistant", "content": "7"}]}, "the last message is the assistant's"),
     "odd tools": ({"messages": [USER], "tools": ["add"]}, "tools is not a list of objects"),
     "no tokens": ({"messages": [USER], "max_tokens": 0}, "max_tokens is not a positive number"),

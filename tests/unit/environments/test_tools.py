@@ -164,7 +164,7 @@ def test_a_rehearsal_resets_scores_and_proves_the_template(model: Path, tmp_path
     other = tmp_path / "gemma"
     shutil.copytree(model, other)
     chat.tokenizer(other, "gemma3")
-    with pytest.raises(UsageError, match=f"the chat template of {other} rejects messages of the roles"):
+    with pytest.raises(UsageError, match=f"the chat template of {other} rejects messages with the roles"):
         rehearsed(other, f"{FILE}:Bench")
 
 
@@ -189,7 +189,7 @@ def test_reset_gets_the_problems_own_keys_alone(model: Path, tmp_path: Path, *, 
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "number": 7}\n')
     choices = {"data": str(tmp_path / "rows.jsonl")} if of_rows else {}
     notes = rehearsed(model, f"{tmp_path / 'task.py'}:Task", system_prompt="Be brief.", **choices)
-    assert notes == (["the model does not see number of the rows, which rewards get"] if of_rows else [])
+    assert notes == (["the model does not see the columns number; rewards get them"] if of_rows else [])
 
 
 def test_reset_observation_is_truncated_like_an_answer(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_reset_observation_is_truncated_like_an_answer(tmp_path: Path) -> None:
     tools = registry.scorer(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
     begun = tools.begin({"prompt": "3+4="})
     assert len(begun.text) == LONGEST_ANSWER
-    assert begun.text.endswith("... (cut: it has 20,000 characters)")
+    assert begun.text.endswith("... (truncated from 20,000 characters)")
 
 
 def test_limits_of_tools_are_refused_without_tools() -> None:

@@ -465,7 +465,7 @@ def test_a_tied_head_with_weights_of_its_own_is_refused(monkeypatch: pytest.Monk
 
     refusal = tied_record(differ, monkeypatch).refusal
     assert refusal is not None
-    assert "head.weight differs from embed.weight, and the configuration ties them" in refusal.message
+    assert "head.weight differs from embed.weight, but the configuration ties them" in refusal.message
     assert '"tie_word_embeddings": false' in refusal.hint
 
 

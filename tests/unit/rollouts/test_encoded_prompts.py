@@ -195,7 +195,7 @@ def test_image_in_a_text_stands_where_other_systems_write_it(model: Path, tmp_pa
     text = f"user:{expanded}q;assistant:t;user:r {expanded};"
     assert tokenizer.decode(encode(model, two, *paths)[0]) == text
     fewer = refusal(model, two, paths[0])
-    assert "has 2 times <image> in its text, expected 1, for " in fewer.message
+    assert "has 2 places <image>, expected 1, for " in fewer.message
     parts: Any = [{"type": "text", "text": "what is <image> in HTML?"}, {"type": "image"}]
     inside, _ = encode(model, [{"role": "user", "content": parts}], paths[0])
     assert tokenizer.decode(inside) == f"user:what is <image> in HTML?{expanded};"
@@ -227,17 +227,17 @@ def test_misfitting_image_inputs_are_refused(model: Path, tmp_path: Path, proces
     processor.chat_template = "{{ raise_exception('no') }}"
     assert "chat template rejects" in refusal(model, [{"role": "user", "content": "q"}], path).message
     adjacent = refusal(model, IMAGE * 2, path, path)
-    assert "made 4 image tokens, expected 2, 2" in adjacent.message
-    assert "separate images by text" in adjacent.hint
+    assert "wrote 4 image tokens, expected 2, 2" in adjacent.message
+    assert "separate images with text" in adjacent.hint
     processor.expands_twice = True
     twice = refusal(model, MARKER, path)
     assert isinstance(twice, UnsupportedModelError)
-    assert "made 4 image tokens, expected 2" in twice.message
+    assert "wrote 4 image tokens, expected 2" in twice.message
 
 
 def test_models_that_take_no_images_are_refused_by_name(tmp_path: Path) -> None:
     path = file(tmp_path, "a.png")
-    for config, words in ((tiny.llama(), "is a llama, which has no vision model"), (Gemma3Config(), "on text alone")):
+    for config, words in ((tiny.llama(), "is a llama, which has no vision model"), (Gemma3Config(), "on text only")):
         folder = tmp_path / config.model_type
         config.save_pretrained(folder)
         tiny.write_tokenizer(folder, tiny.VOCABULARY)
@@ -353,7 +353,7 @@ def test_groups_that_are_not_trained_on_keep_no_pixels(model: Path, tmp_path: Pa
 def test_other_ways_to_sample_refuse_images(model: Path) -> None:
     problem: Problem = {"prompt": "a", "images": ["a.png"]}
     in_parts: Problem = {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": ["a.png"]}
-    with pytest.raises(UsageError, match="has images: bridge run and bridge train take them"):
+    with pytest.raises(UsageError, match="has images: only bridge run and bridge train support them"):
         problems.encode(AutoTokenizer.from_pretrained(model), problem)
-    with pytest.raises(UsageError, match="has images: bridge run and bridge train take them"):
+    with pytest.raises(UsageError, match="has images: only bridge run and bridge train support them"):
         as_chat(in_parts)

@@ -152,7 +152,8 @@ def test_persistent_server_error_ends_with_its_message(max_retries: int, words: 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [("too few", "requested 3 completions, got 2"), ("too many", "requested 3 completions, got 4"),
-     ("one twice", "requested 3 completions, got those numbered 0, 1, 1"), ("no JSON", "answered nonsense")],
+     ("one twice", "requested 3 completions, got completions with the indices 0, 1, 1"),
+     ("no JSON", "sent an invalid response")],
 )  # fmt: skip
 def test_second_invalid_answer_ends_the_run(fault: str, words: str) -> None:
     error, server = error_of(always(FAULTS[fault]))
@@ -608,7 +609,7 @@ def test_a_prompt_that_is_rejected_costs_its_group() -> None:
     first, second = sampled.results
     assert isinstance(first, UnusablePrompt)
     assert first == second
-    assert re.search(r"rejects the request: too long, on prompt '9\+9=", first.line)
+    assert re.search(r"rejected the request: too long, on prompt '9\+9=", first.line)
     group = scored_group(3, {"prompt": "9+9="}, sampled)
     assert (group.completions, len(group.unscored)) == ((), 2)
 
@@ -628,7 +629,7 @@ def test_many_unusable_prompts_in_a_row_end_the_run() -> None:
         counted.count(results)
     for _ in range(MOST_UNUSABLE - 1):
         counted.count([bad, bad])
-    with pytest.raises(RewardError, match=f"the prompts of {MOST_UNUSABLE} problems in a row cannot be used, the la"):
+    with pytest.raises(RewardError, match=f"the prompts of {MOST_UNUSABLE} consecutive problems cannot be used, th"):
         counted.count([bad, bad])
 
 
@@ -638,7 +639,7 @@ def test_unusable_prompts_do_not_count_as_failed_scores(caplog: pytest.LogCaptur
     failures.add([bad] * 4)
     failures.log(set())
     (line,) = caplog.messages
-    assert "4 completions left out for lack of a reward: the prompt cannot be used: no tokens, on prompt" in line
+    assert "4 completions without a reward left out: the prompt cannot be used: no tokens, on prompt" in line
     with pytest.raises(RewardError, match="at least 2 of 6 completions without a reward"):
         failures.add([FailedScore(kind="k", line="l")] * 2)
 

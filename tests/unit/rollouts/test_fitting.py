@@ -19,7 +19,7 @@ def fitted(longest: int | None, **choices: Any) -> tuple[int, list[str]]:
 def test_a_default_gives_way_to_the_server(longest: int, expected: int) -> None:
     fitted_choices, (note,) = fitted(longest)
     assert fitted_choices == expected
-    assert note == f"--max-new-tokens {expected}: half of the server's longest sequence, which has {longest} tokens"
+    assert note == f"--max-new-tokens defaults to {expected}, half of the server's longest sequence of {longest} tokens"
 
 
 @pytest.mark.parametrize("longest", [None, 512, 32_768])

@@ -292,7 +292,7 @@ def test_text_without_a_single_token_is_named(text: str, ids: tuple[int, ...], n
 
 
 def test_tokens_as_text_need_a_vocabulary() -> None:
-    with pytest.raises(UsageError, match="returns no token ids"):
+    with pytest.raises(UsageError, match="does not return token ids"):
         told_by_text(chr)
 
 
@@ -329,7 +329,7 @@ def test_missing_capabilities_are_known_after_sampling() -> None:
         assert ours.lacks == ()
     by_text, _ = told_by_text("token_id:{}".format)
     assert ["end token" in by_text.lacks[0], "which version" in by_text.lacks[1]] == [True, True]
-    assert "defaults of min_p, repetition_penalty, top_k apply" in by_text.lacks[0]
+    assert "defaults for min_p, repetition_penalty, top_k apply" in by_text.lacks[0]
     versioned, _ = told_by_text("token_id:{}".format, version=4, temperature=0.5)
     assert ["end token" in versioned.lacks[0], "temperature 0.5" in versioned.lacks[1]] == [True, True]
     assert len(by_text.lacks) == len(versioned.lacks) == 2
@@ -475,5 +475,5 @@ def test_images_are_sent_once_and_to_bridge_alone() -> None:
     assert CompletionsRequest.model_validate(body).images["pixel_values"] == ("float32", (1, 1), bytes(4))
     with serving(openai()) as server, sampler() as ours:
         servers = ours.servers_at([Endpoint(url=server.url)])
-        with pytest.raises(UsageError, match="images need a vLLM with Bridge in it"):
+        with pytest.raises(UsageError, match="images need a vLLM that Bridge has patched"):
             ours.loop.run(ours.one(servers, (5, 6), num_samples=3, seed=0, images=images))

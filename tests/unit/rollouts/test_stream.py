@@ -128,14 +128,12 @@ def test_unscored_completions_are_left_out_and_reported_once(model: Path, tmp_pa
                 "Sample.score raised ValueError: could not convert string to float: 'seven'",
                 "Sample.score returned nan, expected a finite number",
                 "Sample.score took longer than 2 s",
-                "Sample.score ended its process with exit status 3",
+                "Sample.score exited with status 3",
             ]
     begun = [line.split(" ", 1)[1] for line in (tmp_path / "log").read_text().splitlines()]
     assert sorted(begun) == sorted([*WORDS] * 4), "each was scored once"
     assert len(ours.notes) == 4
-    assert all(
-        line.startswith("step 1: 3 completions left out for lack of a reward: Sample.score") for line in ours.notes
-    )
+    assert all(line.startswith("step 1: 3 completions without a reward left out: Sample.score") for line in ours.notes)
     assert ours.progress == [(1, 3), (2, 3), (3, 3), (1, 1)]
 
 
@@ -263,7 +261,7 @@ def test_evaluations_repeat_requests_and_count_scores(model: Path) -> None:
         2,
     )
     assert (repeated.reward_mean, repeated.completion_tokens_mean, repeated.truncated_share) == (2.5, 3, 0)
-    assert ours.notes[0].startswith("evaluation after step 0: 2 completions left out for lack of a reward: ")
+    assert ours.notes[0].startswith("evaluation after step 0: 2 completions without a reward left out: ")
 
 
 def test_the_chat_template_gets_its_arguments_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_completions_of_chat_messages_end_at_the_end_of_a_turn(tmp_path: Path) -
     ours = Vocabulary.of(tokenizer, str(tmp_path))
     assert (ours.end_of_turn, ours.end_id, ours.end_ids) == ("<|im_end|>", end, (end,))
     (line,) = ours.remarks(tokenizer, "m")
-    assert "ends a turn with '<|im_end|>', which is no end of a sequence for the model" in line
+    assert "ends a turn with '<|im_end|>', which is not an end-of-sequence token of the model" in line
     assert f"add {end} to eos_token_id in its generation_config.json" in line
     GenerationConfig(eos_token_id=[tokenizer.eos_token_id, end]).save_pretrained(tmp_path)
     known = Vocabulary.of(tokenizer, str(tmp_path))
@@ -78,7 +78,7 @@ def test_a_template_without_an_end_of_a_turn_is_noted(tmp_path: Path) -> None:
     ours = Vocabulary.of(tokenizer, str(tmp_path))
     assert (ours.end_id, ours.end_ids) == (None, ())
     (line,) = ours.remarks(tokenizer, "m")
-    assert "ends a turn with no token of its own: a completion ends at <|endoftext|> or at --max-new-tokens" in line
+    assert "does not end a turn with a special token: a completion ends at <|endoftext|> or at --max-new-" in line
 
 
 def test_tokens_without_an_embedding_are_counted_and_refused(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_default_completion_length_fits_the_server(running: Running) -> None:
     with running(max_model_len=256) as run:
         run.train(max_new_tokens=...)
         assert {request["max_tokens"] for request in run.requests} == {128}
-        assert run.notes == ["--max-new-tokens 128: half of the server's longest sequence, which has 256 tokens"]
+        assert run.notes == ["--max-new-tokens defaults to 128, half of the server's longest sequence of 256 tokens"]
         assert RunDirectory(run.folder / "run").choices()["max_new_tokens"] == 128
 
 

@@ -143,11 +143,11 @@ def test_faults_cost_only_their_own_scores(tmp_path: Path) -> None:
         "raises": f"Sample.score raised ValueError: could not convert string to float: 'seven' ({line('raises', 1)})",
         "spins": f"Sample.score took longer than 3 s ({line('spins', 1)})",
         "is_nan": f"Sample.score returned nan, expected a finite number ({line('score')})",
-        "dies": f"Sample.score ended its process with exit status 3 ({line('score')})",
-        "crashes": f"Sample.score ended its process by SIGSEGV ({line('crashes', 5)})",
+        "dies": f"Sample.score exited with status 3 ({line('score')})",
+        "crashes": f"Sample.score was killed by SIGSEGV ({line('crashes', 5)})",
         "matches": f"Sample.score took longer than 3 s ({line('matches', 1)})",
         "is_text": f"Sample.score returned '1.0' of type str, expected a finite number ({line('score')})",
-        "runs_out_of_memory": f"Sample.score ended its process by SIGKILL (out of memory?) ({line('score')})",
+        "runs_out_of_memory": f"Sample.score was killed by SIGKILL (out of memory?) ({line('score')})",
         "starts_another": f"Sample.score took longer than 3 s ({line('starts_another', 3)})",
         "exits": f"Sample.score raised SystemExit: enough ({line('exits', 1)})",
     }
@@ -172,7 +172,6 @@ def test_what_a_score_has_started_ends_with_it(tmp_path: Path) -> None:
         until(lambda: not alive(ours.processes))
 
 
-ENDED = "Sample.score ended its process "
 SPOILED = "Sample.score wrote to the connection of its process"
 LATE = "Sample.score took longer than 2 s"
 
@@ -181,9 +180,9 @@ LATE = "Sample.score took longer than 2 s"
     ("completion", "kind"),
     [
         *[(name, None) for name in ("forks", "forks_in_c", "forks_and_exits", "leaves_a_daemon")],
-        ("leaves_a_daemon_and_dies", ENDED + "with exit status 3"),
+        ("leaves_a_daemon_and_dies", "Sample.score exited with status 3"),
         ("leaves_a_daemon_and_hangs", LATE),
-        ("hangs_in_a_child_of_c", ENDED + "with exit status 3"),
+        ("hangs_in_a_child_of_c", "Sample.score exited with status 3"),
         *[(name, LATE) for name in ("will_not_stop", "stops", "stops_its_parent")],
         *[
             (name, SPOILED)
@@ -197,9 +196,9 @@ LATE = "Sample.score took longer than 2 s"
         ],
         ("scribbles abc", SPOILED),
         ("scribbles_and_hangs", LATE),
-        ("closes_everything", ENDED + "with exit status 1"),
+        ("closes_everything", "Sample.score exited with status 1"),
         ("kills_its_parent", "Sample.score closed the connection of its process"),
-        ("ends_by_a_nameless_signal", ENDED + f"by signal {signal.SIGRTMIN + 5}"),
+        ("ends_by_a_nameless_signal", f"Sample.score was killed by signal {signal.SIGRTMIN + 5}"),
     ],
 )
 def test_harm_to_a_process_never_changes_the_next_rewards(
@@ -312,13 +311,13 @@ def refused(recipe: Callable[[], Scores], problem: Problem = PROBLEM, *, process
 def test_a_recipe_that_raises_ends_the_run_by_one_clear_line(processes: int) -> None:
     location = f"scores_sample.py line {scores_sample.broken.__code__.co_firstlineno + 1}"
     error = refused(scores_sample.broken, processes=processes)
-    assert error.message == f"making what scores completions raised ValueError: no luck ({location})"
+    assert error.message == f"creating the scoring object raised ValueError: no luck ({location})"
     assert error.hint == f"fix {location}, then run the same command again"
 
 
 def test_a_recipe_that_ends_its_process_says_how() -> None:
     error = refused(scores_sample.ends)
-    assert error.message.endswith("cannot make what scores them: it ended its process with exit status 3")
+    assert error.message.endswith("failed to create the scoring object: it exited with status 3")
     assert "--reward-processes 0" in error.hint
 
 
@@ -355,7 +354,7 @@ def test_a_recipe_of_the_script_itself_says_where_to_put_it(tmp_path: Path) -> N
     script = PROGRAM.replace("log, *", "class Own(Sample): ...\nlog, *").replace("partial(Sample,", "partial(Own,")
     _, stderr = output(*command(script, tmp_path / "log", "good"))
     assert "cannot be loaded in another process: AttributeError: Can't get attribute 'Own'" in stderr
-    assert "not of the script that was started" in stderr
+    assert "from the script that was started to a module" in stderr
 
 
 def test_busy_processes_end_with_a_killed_parent(tmp_path: Path) -> None:

@@ -141,11 +141,11 @@ class Number:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (1e308, "returned 1e+308, expected a finite number of at most 1e+30 in size (test_score.py line"),
-        (-1e31, "returned -1e+31, expected a finite number of at most 1e+30 in size (test_score.py line"),
-        (10**40, "of type int, expected a finite number of at most 1e+30 in size (test_score.py line"),
+        (1e308, "returned 1e+308, expected a finite number of at most 1e+30 in absolute value (test_"),
+        (-1e31, "returned -1e+31, expected a finite number of at most 1e+30 in absolute value (test_"),
+        (10**40, "of type int, expected a finite number of at most 1e+30 in absolute value (test_"),
         ([10**5000], "returned a list that cannot be printed of type list, expected one finite number per turn of at"),
-        ([1e308, 1e308], "expected one finite number per turn of at most 1e+30 in size (test_score.py line"),
+        ([1e308, 1e308], "expected one finite number per turn of at most 1e+30 in absolute value (test_score.py line"),
         ([1e30, 1e30], "expected one finite number per turn (test_score.py line"),
         (Unprintable(), "returned a Unprintable that cannot be printed of type Unprintable, expected one finite"),
         (Number(), "raised ZeroDivisionError (test_score.py line"),
@@ -215,14 +215,14 @@ def test_each_kind_of_fault_is_told_once_with_its_count(caplog: pytest.LogCaptur
     batch.add([FailedScore(kind="a", line="a, on 3")])
     batch.log(known)
     assert [line.partition(" (")[0] for line in caplog.messages] == [
-        "step 1: 2 completions left out for lack of a reward: a, on 1",
-        "step 1: 1 completion left out for lack of a reward: b, on 2",
+        "step 1: 2 completions without a reward left out: a, on 1",
+        "step 1: 1 completion without a reward left out: b, on 2",
     ]
     later = FailedScores("step 2", num_completions=8, max_share=1)
     later.add([FailedScore(kind="b", line="b, on 4"), FailedScore(kind="c", line="c, on 5")])
     later.log(known)
     assert [line.partition(" (")[0] for line in caplog.messages[2:]] == [
-        "step 2: 1 completion left out for lack of a reward: c, on 5"
+        "step 2: 1 completion without a reward left out: c, on 5"
     ]
 
 
