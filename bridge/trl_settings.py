@@ -14,8 +14,8 @@ from bridge.engine.policy import Policy
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.rollouts.distribution import filters
 
-TESTED = "1.16", "1.17"
-"""The first version of TRL that works, and the first that is untested."""
+TESTED = "1.16"
+"""The minor version of TRL that works."""
 UNUSED: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,), "cache_implementation": (None,), "use_vllm": (False,),
     "use_transformers_continuous_batching": (False,), "use_transformers_paged": (False, None),
@@ -184,8 +184,9 @@ def check_version() -> None:
     try:
         installed = version("trl")
     except PackageNotFoundError as error:
-        raise IncompatibleVersionError("TRL is not installed", hint=f"pip install 'trl~={TESTED[0]}.0'") from error
-    if not Version(TESTED[0]) <= Version(installed) < Version(TESTED[1]):
+        raise IncompatibleVersionError("TRL is not installed", hint=f"pip install 'trl~={TESTED}.0'") from error
+    found, tested = Version(installed), Version(TESTED)
+    if found < tested or found.release[:2] != tested.release:  # 1.17.0.dev0, TRL's main branch, is below 1.17
         raise IncompatibleVersionError(
-            f"TRL {installed} is installed, expected {TESTED[0]}", hint=f"pip install 'trl~={TESTED[0]}.0'"
+            f"TRL {installed} is installed, expected {TESTED}", hint=f"pip install 'trl~={TESTED}.0'"
         )

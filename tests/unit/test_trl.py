@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback, TrainingArguments
 
 import bridge
-from bridge import trl
-from bridge.errors import GradientError, UsageError
+from bridge import trl, trl_settings
+from bridge.errors import GradientError, IncompatibleVersionError, UsageError
 from bridge.modes import shared_vllm
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.server.manifest import MANIFEST_NAME
@@ -169,6 +169,20 @@ TRAINER_ARGUMENTS = {
     "reward_processing_classes": "TRL's", "quantization_config": "for a reference; TRL warns",
 }  # fmt: skip
 """Argument of `GRPOTrainer` -> who provides it; the tests below show each refusal."""
+
+
+@pytest.mark.parametrize("installed", ["1.16.0", "1.16.3", "1.16.1.dev0"])
+def test_every_patch_version_of_trl_is_accepted(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(trl_settings, "version", lambda _: installed)
+    trl_settings.check_version()
+
+
+@pytest.mark.parametrize("installed", ["1.10.0", "1.15.9", "1.16.0rc1", "1.17.0", "1.17.0.dev0", "2.16.0"])
+def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(trl_settings, "version", lambda _: installed)
+    with pytest.raises(IncompatibleVersionError, match=f"TRL {installed} is installed, expected 1.16") as refused:
+        trl_settings.check_version()
+    assert refused.value.hint == "pip install 'trl~=1.16.0'"
 
 
 def test_every_setting_of_trl_works_or_is_refused() -> None:
