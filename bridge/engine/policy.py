@@ -141,6 +141,8 @@ class Policy:
         """The thread and the name of that call."""
         self._failed = ""
         """The call that failed inside the fence and left the server paused; empty: none."""
+        self._last_optimizer: torch.optim.Optimizer | None = None
+        """The optimizer that `update` stepped last."""
         self._sleep: _Sleep | None = None
         """The fence that is open between two calls; None: there is none."""
         self._opened: OpenedModel | None = None
@@ -727,6 +729,7 @@ class Policy:
                         optimizer.step(grad_norm=norm, max_norm=max_norm)
                     else:
                         optimizer.step()
+                self._last_optimizer = optimizer
                 optimizer.zero_grad()
                 self._num_passes = 0
             return window.times
@@ -925,8 +928,8 @@ class Policy:
         """Write weights and tokenizer to a folder that transformers can load, atomically; return the folder.
 
         With a `step` the folder is a checkpoint, by default `checkpoints/step_N` in the run directory, and `resume`
-        loads it. It also has the state of `optimizer` (by default the policy's own if it has stepped), torch's random
-        state and a checksum of every file.
+        loads it. It also has the state of `optimizer` (by default the policy's own if it has stepped, else that of the
+        last `update`), torch's random state and a checksum of every file.
 
         Raises:
             UsageError: there is something at `folder`, neither a folder nor a step was given, or writing fails.
@@ -952,10 +955,12 @@ class Policy:
             run, prefix = self._run_folder, self.mode.checkpoint_prefix
             whole, run_dir = self.ranks.run_on_rank_zero(lambda: run.about_to_save(target, step, prefix))
             progress = self._progress(step, run_dir)
+            has_own = "trainable" in vars(self)
+            if optimizer is None and not has_own:
+                optimizer = self._last_optimizer
             if optimizer is not None:
                 self._refuse_several_ranks("save(optimizer=...)", "policy.save(step=STEP)")
                 return run.save(whole, optimizer, self.mode.save, model=self.model, progress=progress)
-            has_own = "trainable" in vars(self)
             self.ranks.run_and_gather(lambda: self.write_state(whole, progress, has_optimizer=has_own))
             return whole.resolve()
 

@@ -101,6 +101,21 @@ def test_resumed_loop_repeats_its_steps_exactly(attach: Attach, tmp_path: Path, 
     assert calls(resumed)[:3] == ["lease", "pause", "publish"], "the checkpoint must be loaded inside the fence"
 
 
+def test_save_has_the_state_of_the_optimizer_that_stepped(attach: Attach) -> None:
+    policy = attach()
+    optimizer = OPTIMIZERS["torch's SGD"](policy)
+    step(policy, optimizer, 1)
+    policy.save(step=1)
+    step(policy, optimizer, 2)
+    expected = weights(policy)
+    policy.close()
+    resumed = attach()
+    optimizer = OPTIMIZERS["torch's SGD"](resumed)
+    assert resumed.resume(optimizer) == 1
+    step(resumed, optimizer, 2)
+    assert all(map(torch.equal, expected, weights(resumed)))
+
+
 def test_a_copied_run_directory_resumes_from_its_own_checkpoints(attach: Attach, tmp_path: Path) -> None:
     policy = attach()
     optimizer = policy.optimizer(lr=1e-2)
