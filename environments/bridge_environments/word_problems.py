@@ -19,7 +19,7 @@ HELD_OUT_PER_LEVEL = 64
 """Held-out problems of each level in an evaluation."""
 NAMES = ("Amara", "Ben", "Chloe", "Daniel", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
-NUMBER = re.compile(r"((?<![\w)])[-\u2212][$€£]?)?(\d[\d,]*(?:\.\d+)?|\.\d+)")
+NUMBER = re.compile(r"((?<![\w)])[-\u2212\u2013](?:\\?[$€£])?)?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 """Sign and digits; what stands between two numbers, as in `3-5`, is no sign."""
 Numbers = Mapping[str, int]
 Story = tuple[str, Callable[[Numbers], int]]
