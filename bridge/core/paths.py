@@ -18,7 +18,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def temporary_folder(prefix: str) -> Path:
-    """Make a folder that is removed when this process ends; a fork of this process, which may end first, leaves it."""
+    """Create a folder that is removed when this process exits, but not when a fork of it exits."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     pid = os.getpid()
 

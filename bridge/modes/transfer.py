@@ -312,4 +312,4 @@ def _url(name: str) -> str:
     if "://" not in name:
         address = name if ":" in name else f"{LOOPBACK}:{name}"
         url = f"http://{address}"
-    return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as servers of Bridge write their own
+    return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as Bridge's servers write it

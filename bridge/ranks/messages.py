@@ -91,7 +91,7 @@ class Outcome:
 
     @property
     def kind(self) -> int:
-        """Priority of the error among those of several ranks: the lowest is the cause of the others."""
+        """Priority of this error among those of all ranks: the lowest is the cause of the others."""
         if isinstance(self.error, KeyboardInterrupt):
             return 0
         return 2 if isinstance(self.error, RankError) else 1

@@ -266,7 +266,7 @@ class BridgeClient(VllmClient):
         return self._answer("GET", "/bridge/tensors/finite", protocol.Finiteness, limit_s=SCAN_LIMIT_S)
 
     def digests(self, part: int = 0, *, quantized: bool = False) -> dict[str, str]:
-        """Return digests of vLLM's parameters on one rank, or of the FP8 made of them, computed by the server."""
+        """Return digests, computed by the server, of vLLM's parameters on one rank, or of their FP8 copies."""
         query = ""
         if quantized:
             query = f"?part={part}&quantized=true"

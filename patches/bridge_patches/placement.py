@@ -164,7 +164,7 @@ def lora_slots(model: nn.Module, views: Mapping[str, View]) -> dict[str, Pair]:
 
 
 def _of_experts(owner: str, stacks: list[Pair]) -> dict[str, Pair]:
-    """Return the slots of experts by projection; none of experts whose gate and up have one slot together."""
+    """Return the slots of experts by projection; empty if gate and up share one slot."""
     if len(stacks) != len(PROJECTIONS) or not owner.endswith(f".{EXPERTS}"):
         return {}
     return {f"{owner}.lora.{name}": pair for name, pair in zip(PROJECTIONS, stacks, strict=True)}

@@ -1,4 +1,4 @@
-"""Every vLLM in the supported range fits, read from the source in its wheel (`make contract`)."""
+"""Every vLLM in the supported range fits, according to the source in its wheel (`make contract`)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""FP8 is, to the bit, what vLLM's own functions make of the same weights."""
+"""FP8 weights are bit-identical to what vLLM's own functions compute from the same weights."""
 
 import json
 from importlib import import_module
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM is in
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_are_vllms(shape: tuple[int, int]) -> None:
+def test_block_quantization_matches_vllm(shape: tuple[int, int]) -> None:
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     weights = random(*shape)
@@ -29,7 +29,7 @@ def test_blocks_are_vllms(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_are_vllms(shape: tuple[int, int]) -> None:
+def test_row_quantization_matches_vllm(shape: tuple[int, int]) -> None:
     from vllm.model_executor.layers.quantization.online import fp8 as online
 
     if not hasattr(online, "_fp8_quant_per_channel"):
@@ -40,7 +40,7 @@ def test_rows_are_vllms(shape: tuple[int, int]) -> None:
     assert fp8.digest(*fp8.quantized(weights, "fp8_per_channel")) == fp8.digest(theirs, scales)
 
 
-def test_kernels_that_repack_fp8_have_the_names_that_are_disabled() -> None:
+def test_disabled_kernel_names_exist_in_vllm() -> None:
     from vllm import envs
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
@@ -80,10 +80,8 @@ def test_routers_are_not_quantized_and_other_layers_are(how: Quantization) -> No
     ("how", "name"),
     [("fp8_per_block", "Fp8PerBlockOnlineLinearMethod"), ("fp8_per_channel", "Fp8PtpcOnlineLinearMethod")],
 )
-def test_layers_are_quantized_anew_where_they_are_served(
-    monkeypatch: pytest.MonkeyPatch, how: Quantization, name: str
-) -> None:
-    """As weights are received: `start_weight_update`, tensors in any order, `finish_weight_update`."""
+def test_layers_are_requantized_in_place(monkeypatch: pytest.MonkeyPatch, how: Quantization, name: str) -> None:
+    """The calls of a weight transfer: `start_weight_update`, tensors in any order, `finish_weight_update`."""
     online: Any = import_module("vllm.model_executor.layers.quantization.online.fp8")
     if how == "fp8_per_channel" and not hasattr(online, "_fp8_quant_per_channel"):
         pytest.skip("this vLLM quantizes rows by a kernel of the GPU")
@@ -118,7 +116,7 @@ def test_layers_are_quantized_anew_where_they_are_served(
 
 
 def online_layer(monkeypatch: pytest.MonkeyPatch, online: Any, method: str) -> nn.Module:
-    """Return a layer of two fused weights that vLLM's `method` quantizes, without the kernel that multiplies by it."""
+    """Return a layer with two fused weights that vLLM's `method` quantizes, without the matrix-product kernel."""
     parameter: Any = import_module("vllm.model_executor.parameter")
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
     kernel = SimpleNamespace(process_weights_after_loading=lambda _: None)

@@ -1,4 +1,4 @@
-"""The installed vLLM fits, and each patch pins what it imports from vLLM and passes on what it does not know."""
+"""The installed vLLM fits, and each patch pins what it imports from vLLM and passes on unknown arguments."""
 
 import ast
 import subprocess
@@ -35,7 +35,7 @@ def test_checking_imports_neither_vllm_nor_torch() -> None:
 
 
 @needs_vllm
-def test_a_module_that_vllm_does_not_have_reads_as_none() -> None:
+def test_missing_vllm_module_reads_as_none() -> None:
     assert read_installed("vllm.no.such.module") is None
     assert read_installed("vllm.plugins"), "a package resolves to its __init__.py"
 
@@ -50,8 +50,8 @@ def test_a_patch_pins_what_it_imports_from_vllm(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "patches").rglob("*.py")), ids=lambda file: file.name)
-def test_a_patch_passes_on_what_a_later_vllm_adds(file: Path) -> None:
-    """Else the first call ends the engine, as when 0.33 gave `get_computed_blocks` one more argument."""
+def test_patches_pass_on_arguments_of_later_vllms(file: Path) -> None:
+    """Otherwise the first call kills the engine, as when 0.33 added an argument to `get_computed_blocks`."""
     source = ast.parse(file.read_text(encoding="utf-8"))
     exact = {
         pin.parsed()[0]["name"].rpartition(".")[2]
@@ -64,7 +64,7 @@ def test_a_patch_passes_on_what_a_later_vllm_adds(file: Path) -> None:
     )
 
 
-def test_every_way_to_wrap_is_read() -> None:
+def test_every_form_of_wrap_is_found() -> None:
     source = ast.parse("""
 @wrap(Owner, "f")
 def first(original, *args, **kwargs): return original(*args, **kwargs)
@@ -81,7 +81,7 @@ wrap(Owner, "i")(fourth)
 
 
 def _wrappers(source: ast.Module) -> Iterator[tuple[str, pins.FunctionNode]]:
-    """Yield each function that is given to `wrap`, with the name of what it wraps, empty if that is no constant."""
+    """Yield each function that is passed to `wrap`, with the name of what it wraps; empty if that is not a constant."""
     functions = {node.name: node for node in ast.walk(source) if isinstance(node, pins.FunctionNode)}
     given: list[tuple[ast.expr, ast.AST]] = [
         (call, ast.Name(node.name)) for node in functions.values() for call in node.decorator_list
@@ -96,7 +96,7 @@ def _wrappers(source: ast.Module) -> Iterator[tuple[str, pins.FunctionNode]]:
 
 
 def _passes_on(wrapper: pins.FunctionNode) -> bool:
-    """Return whether arguments that the wrapper does not name reach the original; it may take keywords alone."""
+    """Return whether arguments that the wrapper does not name reach the original; it may accept only keywords."""
     calls = [node for node in ast.walk(wrapper) if isinstance(node, ast.Call) and ast.unparse(node.func) == "original"]
     rest, named = wrapper.args.vararg, wrapper.args.kwarg
     takes_all = named is not None and (rest is not None or bool(wrapper.args.kwonlyargs))
@@ -107,7 +107,7 @@ def _passes_on(wrapper: pins.FunctionNode) -> bool:
     )
 
 
-def test_bridge_names_every_sampling_parameter_that_a_model_has_defaults_for() -> None:
+def test_bridge_sets_every_parameter_with_model_defaults() -> None:
     (known,) = [pin.parsed()[0]["names"].split(", ") for pin in pins.collect() if " lists " in pin.statement]
     assert set(known) == {*WHOLE, "temperature", "max_new_tokens", "skip_special_tokens"}
 
@@ -120,7 +120,7 @@ def test_vllm_samples_at_every_temperature_of_a_run() -> None:
     assert SamplingParams(temperature=LEAST_TEMPERATURE / 2).temperature == LEAST_TEMPERATURE
 
 
-def test_the_package_asks_for_the_range_that_was_tested() -> None:
+def test_package_requires_the_tested_range() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     major, minor, _ = TESTED_VERSIONS[-1].split(".")
     assert extras["gpu"] == [f"vllm>={TESTED_VERSIONS[0].removesuffix('.0')},<{major}.{int(minor) + 1}"]

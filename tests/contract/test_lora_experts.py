@@ -1,4 +1,4 @@
-"""An adapter of routed experts, saved here and loaded by vLLM's own code, fills vLLM's own slots with what is trained.
+"""An adapter of routed experts that Bridge saves and vLLM's own code loads fills vLLM's slots with the trained values.
 
 Not covered: vLLM's kernels, which need a GPU (`tests/gpu/test_lora_only.py`).
 """
@@ -26,7 +26,7 @@ PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(NUM_LAYERS)]
 
 
 def slots_of(hidden: int, width: int) -> Any:
-    """Return vLLM's layer with slots, without a kernel: what its constructor takes from one is set here."""
+    """Return vLLM's layer with slots but no kernel, whose attributes the constructor needs are set here."""
     from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 
     layer: Any = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
@@ -46,7 +46,7 @@ def slots_of(hidden: int, width: int) -> Any:
 
 
 def manager_of(modules: dict[str, Any], supported: list[str]) -> Any:
-    """Return vLLM's manager of adapters, for layers of experts alone."""
+    """Return vLLM's adapter manager, for experts layers only."""
     from vllm.lora.model_manager import LoRAModelManager
 
     manager: Any = LoRAModelManager.__new__(LoRAModelManager)
@@ -77,7 +77,7 @@ def loaded(manager: Any, folder: Path) -> Any:
 
 
 def served(folder: Path) -> tuple[Adapter, Any]:
-    """Return an adapter of experts, and a model of vLLM's into whose slot vLLM has loaded it."""
+    """Return an adapter of experts, and a vLLM model into whose slot vLLM has loaded it."""
     model = base()
     adapter = put_in(model, lora_target_modules="experts", lora_r=RANK, lora_alpha=24.0)
     fill(adapter)
@@ -91,7 +91,7 @@ def served(folder: Path) -> tuple[Adapter, Any]:
 
 
 @pytest.mark.parametrize("inside", ["", "routed_experts."])
-def test_vllm_fills_its_slots_with_what_is_trained(tmp_path: Path, inside: str) -> None:
+def test_vllm_fills_its_slots_with_the_trained_adapter(tmp_path: Path, inside: str) -> None:
     adapter, model = served(tmp_path / "adapter")
     views = {
         f"{path}.{name}": rows(f"{path}.{inside}{theirs}", (1, 1), 0, 1)
@@ -107,12 +107,12 @@ def test_vllm_fills_its_slots_with_what_is_trained(tmp_path: Path, inside: str) 
         assert b.is_contiguous()
         assert a[SLOT].shape == own.lora_a.shape
         assert torch.allclose(a[SLOT], own.lora_a)
-        assert torch.allclose(b[SLOT], own.lora_b, rtol=1e-6)  # divided by 3, and multiplied again
+        assert torch.allclose(b[SLOT], own.lora_b, rtol=1e-6)  # divided by 3 and multiplied again
         assert not a[0].any()
     assert len(placement.slot_tensors(model)) == NUM_LAYERS * 6
 
 
-def test_vllms_kernels_read_the_very_tensors_that_are_exported(tmp_path: Path) -> None:
+def test_vllms_kernels_read_the_exported_tensors(tmp_path: Path) -> None:
     _, model = served(tmp_path / "adapter")
     layer = model.lora_manager.modules[PATHS[0]]
     layer.moe_config.experts_per_token = 2
@@ -125,7 +125,7 @@ def test_vllms_kernels_read_the_very_tensors_that_are_exported(tmp_path: Path) -
             assert exported[f"{PATHS[0]}.{side}.{index}"] is tensor
 
 
-def test_the_saved_settings_are_peft_names(tmp_path: Path) -> None:
+def test_saved_settings_use_pefts_names(tmp_path: Path) -> None:
     adapter = put_in(base(), lora_target_modules="experts")
     settings = json.loads((saved(adapter, tmp_path / "adapter") / "adapter_config.json").read_text())
     assert set(settings["target_modules"]) == {"gate_proj", "up_proj", "down_proj"}

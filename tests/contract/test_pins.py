@@ -59,11 +59,11 @@ def _faults(old: str, new: str, pinned: Collection[Pin] = PINS) -> list[str]:
     return find_faults({"m": doctored}.get, pinned)
 
 
-def test_the_undoctored_source_fits() -> None:
+def test_unmodified_source_fits() -> None:
     assert _faults("", "") == []
 
 
-def test_what_bridge_can_do_without_must_fit_where_its_condition_is_defined() -> None:
+def test_conditional_pin_applies_if_its_condition_is_defined() -> None:
     beside_pool, elsewhere = (pin("if Worker.pool: wrap Worker.load(dummy)", module) for module in ("m", "n"))
     assert _faults("", "", (beside_pool, elsewhere)) == []
     assert _faults("load(self, dummy=False", "load(self", [pin("if Worker.drain: wrap Worker.load(dummy)")]) == []
@@ -71,7 +71,7 @@ def test_what_bridge_can_do_without_must_fit_where_its_condition_is_defined() ->
     assert _faults("def load", "def load_weights", (beside_pool,))
 
 
-def test_a_default_that_changed_is_reported() -> None:
+def test_changed_default_is_reported() -> None:
     source = "class Flags:\n    pages: list[str] = field(default_factory=list)"
     either = pin("if Flags: Flags.pages = field(default_factory=lambda: ['*']) | field(default_factory=list)")
     assert find_faults({"m": source}.get, [either]) == []
@@ -96,7 +96,7 @@ raise ImportError
 
 
 @pytest.mark.parametrize("statement", ["call f", "wraps f()", "NAME = 3", "f lists x", "C : a"])
-def test_what_is_no_statement_is_an_error(statement: str) -> None:
+def test_invalid_statement_is_an_error(statement: str) -> None:
     with pytest.raises(ValueError, match="is not a statement about m"):
         pin(statement).fault(None)
 
@@ -129,18 +129,18 @@ def test_what_is_no_statement_is_an_error(statement: str) -> None:
         ("def defaults", "def no_defaults", "m.Worker.defaults has no list available"),
     ],
 )
-def test_a_doctored_source_is_reported(old: str, new: str, fault: str) -> None:
+def test_modified_source_is_reported(old: str, new: str, fault: str) -> None:
     assert fault in _faults(old, new)
 
 
-def test_an_import_at_the_top_is_no_late_import() -> None:
+def test_top_level_import_is_not_a_late_import() -> None:
     moved = SOURCE.replace("        from layers.linear import dispatch\n", "").replace(
         "from typing", "from layers.linear import dispatch\nfrom typing"
     )
     assert len(find_faults({"m": moved}.get, [LATE])) == 1
 
 
-def test_every_misfit_is_reported_at_once() -> None:
+def test_all_mismatches_are_reported_together() -> None:
     assert [fault.partition(" ")[0] for fault in _faults("class Worker(Base):", "class Other:")] == [
         "m.Worker.load",
         "m.Worker.pool",
@@ -159,14 +159,12 @@ def test_a_missing_module_is_reported_for_each_of_its_symbols() -> None:
 
 
 @pytest.mark.parametrize("version", [*TESTED_VERSIONS, "0.32.0+cpu", "0.26.3", "0.33.1.post1", "0.30.0rc2"])
-def test_a_version_of_the_range_is_supported(version: str) -> None:
+def test_version_within_the_range_is_supported(version: str) -> None:
     assert is_supported(version)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0", "0.3.3", "dev"])
-def test_a_version_outside_the_range_is_refused_and_the_tried_ones_are_named(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_outside_the_range_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "installed_version", lambda: version)
     with pytest.raises(IncompatibleVersionError) as refusal:
         compatibility.check_installed()
@@ -175,7 +173,7 @@ def test_a_version_outside_the_range_is_refused_and_the_tried_ones_are_named(
     assert '"vllm>=0.26,<0.34"' in refusal.value.hint
 
 
-def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_vllm_is_refused_with_every_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "installed_version", lambda: "0.30.0")
     monkeypatch.setattr(compatibility, "read_installed", {"m": "class Worker: ..."}.get)
     with pytest.raises(IncompatibleVersionError) as refusal:
@@ -188,7 +186,7 @@ def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(m
     assert all(tested in refusal.value.message for tested in TESTED_VERSIONS)
 
 
-def test_without_vllm_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "DISTRIBUTIONS", ("no-such-distribution",))
     with pytest.raises(IncompatibleVersionError, match="no vLLM is installed"):
         compatibility.installed_version()

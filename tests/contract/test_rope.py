@@ -1,4 +1,4 @@
-"""The trainer's cosines and sines equal those of vLLM's own RoPE classes, at every maximum length of the server."""
+"""The trainer's cosines and sines equal those of vLLM's own RoPE classes, for every maximum length of the server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2,
 }  # fmt: skip
 PHI: dict[str, Any] = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4_096}
-"""The settings of Phi-3.5-mini and Phi-4-mini."""
+"""RoPE settings of Phi-3.5-mini and Phi-4-mini."""
 FACTORS: dict[str, Any] = {
     "short_factor": [1.0 + 0.02 * index for index in range(48)],
     "long_factor": [1.08 + 1.3 * index for index in range(48)],
@@ -40,7 +40,7 @@ def dynamic() -> LlamaConfig:
 
 @contextmanager
 def vllm_of(max_model_len: int) -> Iterator[None]:
-    """Build vLLM's layers for a server of that maximum length."""
+    """Build vLLM's layers for a server with this maximum length."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     config = VllmConfig()
@@ -89,7 +89,7 @@ def of_trainer(config: PretrainedConfig, max_model_len: int, positions: Tensor) 
         pytest.param(phi(attention_factor=2.0, factor=8.0), id="what vLLM ignores"),
     ],
 )
-def test_longrope_is_vllms(config: PretrainedConfig, max_model_len: int) -> None:
+def test_longrope_matches_vllm(config: PretrainedConfig, max_model_len: int) -> None:
     positions = torch.tensor([0, 1, 2, 1_000, max_model_len - 1])
     for ours, theirs in zip(
         of_trainer(config, max_model_len, positions), of_vllm(config, max_model_len, positions), strict=True
@@ -98,7 +98,7 @@ def test_longrope_is_vllms(config: PretrainedConfig, max_model_len: int) -> None
 
 
 @pytest.mark.parametrize("max_model_len", [512, 2_048])
-def test_dynamic_scaling_is_vllms_where_vllm_has_it(max_model_len: int) -> None:
+def test_dynamic_scaling_matches_vllm(max_model_len: int) -> None:
     positions = torch.tensor([0, 1, 2, 100, max_model_len - 1])
     config = dynamic()
     for ours, theirs in zip(

@@ -1,4 +1,4 @@
-"""Get the pinned modules of any vLLM from its wheel, which is downloaded once and reduced to a few files."""
+"""Get the pinned modules of any vLLM version from its wheel, which is downloaded once and reduced to a few files."""
 
 import json
 import subprocess

@@ -47,11 +47,11 @@ def rows(server: LiveServer, folder: Path, *, expect: int = 0) -> dict[str, dict
     return {row["name"]: row for row in map(json.loads, printed.splitlines())}
 
 
-def test_tokens_are_each_of_the_fp8_of_one_published_state(alternation: Alternation) -> None:
+def test_each_token_comes_from_one_published_fp8_state(alternation: Alternation) -> None:
     assert torn_tokens.finds_no_torn_token(alternation, LOAD).spanning > 0
 
 
-def test_server_computes_with_what_the_fp8_stands_for(alternation: Alternation) -> None:
+def test_server_computes_with_the_dequantized_weights(alternation: Alternation) -> None:
     torn_tokens.agrees_without_fences(alternation, LOAD)
     plain = alternation.states
     alternation.states = tuple(type(state)(state.config).to(state.dtype) for state in plain)
@@ -62,7 +62,7 @@ def test_server_computes_with_what_the_fp8_stands_for(alternation: Alternation) 
     assert verdict.neither > 0.2 * verdict.num_tokens, "the unquantized weights explain the tokens just as well"
 
 
-def test_verify_tells_a_shadow_from_a_copy(server: LiveServer, tmp_path: Path) -> None:
+def test_verify_distinguishes_fp8_from_a_copy(server: LiveServer, tmp_path: Path) -> None:
     scenarios.verifies(server, tmp_path)
     assert server.manifest.quantized
     weight = attach(server.manifest).model.get_parameter("model.layers.1.mlp.down_proj.weight")

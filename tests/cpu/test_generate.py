@@ -109,9 +109,7 @@ def test_a_rollout_is_answered_what_vllms_own_route_samples(lora_llama: LiveServ
     assert all(mine == theirs for mine, theirs in texts), texts
 
 
-def test_the_models_own_sampling_parameters_shape_no_way_of_sampling(
-    lora_llama: LiveServer, http: httpx.Client
-) -> None:
+def test_models_sampling_defaults_are_ignored(lora_llama: LiveServer, http: httpx.Client) -> None:
     scenarios.samples_the_whole_distribution(lora_llama, http)
 
 
@@ -266,7 +264,7 @@ def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(lora_llama: Live
 
 
 @pytest.mark.parametrize("route", ["/generate", COMPLETIONS])
-def test_a_client_that_hangs_up_ends_its_request(lora_llama: LiveServer, http: httpx.Client, route: str) -> None:
+def test_disconnecting_client_aborts_its_request(lora_llama: LiveServer, http: httpx.Client, route: str) -> None:
     body = BODY if route == "/generate" else {"model": lora_llama.manifest.model, **ROLLOUT}
     before = num_completed(http)
     http.post(route, json={**body, "n": 4}).raise_for_status()

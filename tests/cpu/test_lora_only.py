@@ -28,7 +28,7 @@ def adapter_flags(handover: str) -> tuple[str, ...]:
     return "--mode", "lora_only", "--lora-handover", handover, "--lora-r", str(scenarios.LORA_RANK)
 
 
-def test_an_adapter_is_trained_whatever_run_was_there_before(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_adapter_trains_on_a_previously_used_server(lora_llama: LiveServer, tmp_path: Path) -> None:
     for number, handover in enumerate(("memory", "disk", "memory")):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -38,7 +38,7 @@ def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tm
     scenarios.trains_in_place(llama, tmp_path, cold=True)
 
 
-def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path: Path) -> None:
+def test_verify_passes_without_changing_weights(llama: LiveServer, tmp_path: Path) -> None:
     scenarios.verifies(llama, tmp_path)
 
 

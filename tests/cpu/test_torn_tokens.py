@@ -32,7 +32,7 @@ def alternation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alternatio
         yield alternation
 
 
-def test_server_and_transformers_agree_while_the_weights_are_left_alone(alternation: Alternation) -> None:
+def test_server_and_transformers_agree_without_updates(alternation: Alternation) -> None:
     torn_tokens.agrees_without_fences(alternation, FEWER)
 
 
@@ -54,7 +54,7 @@ def test_tokens_of_drained_and_aborted_requests_are_each_of_one_published_state(
     assert torn_tokens.finds_no_torn_token(alternation, HALF, in_flight).spanning == 0
 
 
-def test_weights_written_without_the_fence_are_found_out(alternation: Alternation) -> None:
+def test_weights_written_without_the_fence_are_detected(alternation: Alternation) -> None:
     torn_tokens.finds_torn_tokens_without_the_fence(alternation, FEWER)
 
 

@@ -147,7 +147,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("losses")
-def test_it_learns_what_a_stock_script_learns(demo: DemoServer, tmp_path: Path) -> None:
+def test_bridge_learns_what_a_stock_trl_script_learns(demo: DemoServer, tmp_path: Path) -> None:
     demo.begin_again()
     (tmp_path / "ours").mkdir()
     (tmp_path / "stock").mkdir()

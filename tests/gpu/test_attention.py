@@ -1,4 +1,4 @@
-"""The kernels on a GPU: with completions that share a prompt, and with a long sequence, against float32 and each other.
+"""The GPU kernels with completions that share a prompt and with a long sequence, compared with float32 and each other.
 
 Not covered: families (`tests/unit/passes/test_attention.py`, with a stand-in for the kernel).
 """
@@ -20,7 +20,7 @@ from tests.models.families import SMALL
 from tests.scenarios import PARITY_LIMIT
 
 PROMPTS = {120: (256, 256, 200, 3), 5: (40, 1), 64: (64,)}
-"""Tokens of a prompt -> tokens of its completions."""
+"""Number of prompt tokens -> numbers of tokens of its completions."""
 
 
 def samples() -> list[Sample]:
@@ -52,7 +52,7 @@ def computed(prepared: PreparedModel, *, share_prompts: bool) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_completions_see_the_prompt_that_they_share(window: int | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_completions_attend_to_their_shared_prompt(window: int | None, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     config = MistralConfig(**SMALL, head_dim=64, sliding_window=window, tie_word_embeddings=False)
     config.initializer_range = 0.06
@@ -71,7 +71,7 @@ def test_completions_see_the_prompt_that_they_share(window: int | None, caplog: 
 
 
 LONG = 9_000
-"""Tokens of a sequence that goes to cuDNN; no multiple of what it is padded to."""
+"""Length of a sequence for cuDNN; not a multiple of the padding."""
 HEADS = {"groups": (8, 2), "all heads": (4, 4), "one key": (4, 1)}
 
 
@@ -100,7 +100,7 @@ def attended(
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("heads", HEADS)
-def test_cudnn_computes_what_flash_attention_2_does(window: int | None, heads: str) -> None:
+def test_cudnn_matches_flash_attention_2(window: int | None, heads: str) -> None:
     config = MistralConfig(**{**SMALL, "num_attention_heads": HEADS[heads][0], "num_key_value_heads": HEADS[heads][1]},
                            head_dim=128)  # fmt: skip
     model = MistralForCausalLM(config).cuda().bfloat16()

@@ -1,4 +1,4 @@
-"""One long sequence cut over two GPUs, with NCCL and the kernels for bf16; and whole runs on slices.
+"""One long sequence split over two GPUs, with NCCL and the bf16 kernels, and complete runs on slices.
 
 Not covered: every kind of attention (`tests/unit/passes/test_slices.py`, on the CPU), speed (`benchmarks/train_step.py`
 with `--ranks 2`).
@@ -29,11 +29,11 @@ LONG = Qwen3Config(
 )  # fmt: skip
 MOST_NATS = 0.05
 MOST_SHARE = 0.05
-"""Of a gradient: the ranks' bf16 sums are over other tokens, and their products have other shapes."""
+"""Tolerance for a gradient: the ranks' bf16 sums cover different tokens, and their products have different shapes."""
 
 
 def compared(ranks: Ranks) -> tuple[float, float]:
-    """Return how far log-probabilities and gradients of a cut sequence are from those of the whole one."""
+    """Return the differences in log-probabilities and gradients between a split and an unsplit sequence."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(LONG, dtype=torch.bfloat16).eval()

@@ -1,12 +1,13 @@
-"""Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: the CPU's proof.
+"""Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: as in the CPU tests.
 
-By default some of them. With `--record-into FILE` every family whose result is not in the file. Each result is appended
-as a line when it is known, so that nothing is lost if the run is cut off, and several processes share the families:
+By default, only some of them run. With `--record-into FILE`, every family runs whose result is not in the file. Each
+result is appended as a line as soon as it is known, so that an aborted run loses nothing, and several processes can
+share the families:
 
     for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu pytest tests/gpu/test_families.py --record-into FILE & done; wait
     python -m tests.family_results FILE
 
-Not covered: tiny ones (`tests/cpu/test_families.py`).
+Not covered: tiny models (`tests/cpu/test_families.py`).
 """
 
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from tests.models.families import FAMILIES, ON_GPUS, WITH_VISION, large
 LEAST_PARAMETERS = 100_000_000
 ALL = {**FAMILIES, **ON_GPUS}
 SUBSET = ("Qwen2, Qwen2.5", "Llama 3, 3.1", "Mistral", "Gemma 2", "Phi-3", "Phi-3.5-mini", "Phi-4-mini", "Mixtral")
-"""Those that run by default."""
+"""Families that run by default."""
 ENGINE = ("--kv-cache-memory-bytes", "1073741824", "--max-num-seqs", "64", "--gdn-prefill-backend", "triton")
 """A fixed size instead of a share of the GPU: nothing is profiled, and several of these tests can run at once.
 
@@ -29,13 +30,13 @@ vLLM's default prefill kernel of GatedDeltaNet is FlashInfer's, which is compile
 """
 LR = 1e-4
 SLOWER = {"Phi-2": 2e-5, "StarCoder2": 2e-5}
-"""Learning rates of families that would have learned in two steps to repeat one token, and nothing in the third."""
+"""Learning rates for families that would learn to repeat one token in two steps, and nothing in the third."""
 WINDOWED = ("Mistral", "Phi-3")
 """Families with a sliding window in every layer."""
 WIDER_HEADS = ("Gemma 4 (text)",)
 """Families for which vLLM uses FlashAttention 4, which needs nvidia-cutlass-dsl."""
 LONG_WINDOW = 4096
-"""Tokens, more than the longest sequence here: with a shorter window Bridge leaves attention out of the CUDA graphs."""
+"""Window in tokens, longer than any sequence here: with a shorter one, Bridge keeps attention out of CUDA graphs."""
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -61,7 +62,7 @@ def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
         family_results.write(family, result, file)
 
 
-def test_a_window_shorter_than_a_sequence_is_decoded_rightly(tmp_path: Path) -> None:
+def test_window_shorter_than_a_sequence_decodes_correctly(tmp_path: Path) -> None:
     config = large(FAMILIES["Mistral"]())
     assert config.sliding_window < scenarios.MAX_MODEL_LEN
     family_proof.prove(config, tmp_path, engine=ENGINE, lr=LR)

@@ -1,4 +1,4 @@
-"""Compiled layers on a GPU: with unchanged weights every ratio is 1, and GSPO keeps its whole gradient."""
+"""Compiled layers on a GPU: with unchanged weights, every ratio is 1, and GSPO keeps its full gradient."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.unit.run.test_first_ratios import Still, groups, model
 from tests.unit.run.test_learner import updated
 
 LENGTHS = (300, 340, 380, 400)
-"""Lengths at which differently compiled code pushed 59 % of the completions out of the clip."""
+"""Lengths for which differently compiled code moved 59 % of the completions outside the clip range."""
 
 
 def learnt(*, compile_layers: bool, gradient_checkpointing: bool | None = None) -> dict[str, Any]:

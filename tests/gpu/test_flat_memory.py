@@ -1,4 +1,4 @@
-"""Memory stays flat over two hundred steps on a GPU: the GPU's own, and that of the processes.
+"""GPU and process memory stays flat over two hundred steps on a GPU.
 
 Not covered: a thousand steps (`tests/cpu/test_flat_memory.py`).
 """
@@ -22,7 +22,7 @@ STEPS = 200
 EVERY = 5
 WARM_UP = 50
 LEARNING_RATE = 2e-5
-"""Low enough that there is still something to learn after hundreds of steps."""
+"""Learning rate that is low enough to leave something to learn after hundreds of steps."""
 
 
 def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
@@ -43,6 +43,6 @@ def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
         Run(choices, registry.load(choices.task), run, listener).train()
     growth = memory.growth(since=WARM_UP)
     print("growth in MiB", growth, "updates", memory.num_updates)  # noqa: T201  pytest -s shows what was found
-    assert memory.num_updates > 0.9 * STEPS  # otherwise there was little left to learn, and few updates
+    assert memory.num_updates > 0.9 * STEPS  # otherwise there was little left to learn, so few updates
     assert len(growth) == 6
     assert all(rise <= LIMIT_MIB for rise in growth.values()), (growth, memory)

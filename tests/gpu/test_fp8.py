@@ -1,4 +1,4 @@
-"""FP8 made of the shared weights on a GPU: vLLM's own bytes, at addresses that CUDA graphs hold, after every update.
+"""FP8 from the shared weights on a GPU: identical to vLLM's bytes, at the addresses in CUDA graphs, after every update.
 
 Not covered: speed (`benchmarks/fp8.py`, `benchmarks/grpo.py`), the numbers on a CPU (`tests/cpu/test_fp8.py`).
 """
@@ -29,21 +29,21 @@ from tests.torn_tokens import Alternation, Load
 from tests.unit.weights.test_fp8 import HOWS
 
 COPIES = 1.55
-"""Most memory for weights, as a multiple of that of the shared ones."""
+"""Most memory for weights, as a multiple of the shared weights' size."""
 LOAD = Load(
     num_tokens=int(os.environ.get("TORN_TOKENS", "200_000")), num_fences=100, num_requests=16, num_samples=16,
     max_tokens=256, prompt_tokens=96, fence_every_s=0.1, dtype="float16", tolerance=0.6, undecided=0.7,
     quantization="fp8_per_block",
 )  # fmt: skip
-"""Inputs of a layer are rounded to FP8 on both sides, each from its own rounding of what came before: on a CPU up to
-0.19 nats in 6,000 tokens. With weights alone in FP8 the tolerance is 0.02 (`tests/cpu/test_fp8.py`)."""
+"""Both sides round each layer's inputs to FP8, after their own earlier rounding errors: up to 0.19 nats in 6,000
+tokens on a CPU. With only the weights in FP8, the tolerance is 0.02 (`tests/cpu/test_fp8.py`)."""
 FEWER = replace(LOAD, num_tokens=20_000, num_fences=2)
 SHAPES = [(4608, 3584), (3584, 18944), (37888, 3584), (1000, 1536), (130, 130)]
-"""Those of 7B among them."""
+"""Weight shapes, including those of a 7B model."""
 
 
 def stock(weight: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
-    """Return what vLLM itself makes of a weight when it loads it."""
+    """Return vLLM's own quantization of a weight on loading."""
     from vllm import _custom_ops
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
@@ -58,7 +58,7 @@ def stock(weight: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_makes_vllms_bytes(how: Quantization, shape: tuple[int, int]) -> None:
+def test_kernel_is_bit_identical_to_vllm(how: Quantization, shape: tuple[int, int]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(shape, device="cuda", generator=generator) * torch.rand(shape[0], 1, device="cuda")
     weight = (weight * 0.05).bfloat16()
@@ -78,14 +78,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-def test_cuda_graphs_are_on(server: LiveServer) -> None:
+def test_cuda_graphs_are_enabled(server: LiveServer) -> None:
     log = server.child.log.read_text()
     assert "CUDA graph" in log
     print(*re.findall(r"Selected \w+ for \w+", log), sep="\n")  # noqa: T201  pytest -s shows vLLM's kernel
 
 
 @torch.no_grad()
-def test_the_fp8_is_vllms_own_of_each_update(server: LiveServer) -> None:
+def test_fp8_matches_vllm_after_each_update(server: LiveServer) -> None:
     attached, before = attach(server.manifest), server.sample()
     shadows = server.manifest.quantized
     with BridgeClient(server.manifest, timeout_s=60) as client:
@@ -99,7 +99,7 @@ def test_the_fp8_is_vllms_own_of_each_update(server: LiveServer) -> None:
     assert not scenarios.same_samples(before, server.sample()), "graphs still read the FP8 before the update"
 
 
-def test_verify_tells_a_shadow_from_a_copy(server: LiveServer, tmp_path: Path) -> None:
+def test_verify_distinguishes_fp8_from_a_copy(server: LiveServer, tmp_path: Path) -> None:
     scenarios.verifies(server, tmp_path)
     weight = attach(server.manifest).model.get_parameter("model.layers.1.mlp.down_proj.weight")
     with torch.no_grad():
@@ -134,8 +134,8 @@ def test_experts_are_served_in_fp8(tmp_path: Path) -> None:
         assert rows(server, tmp_path)["FP8"]["status"] == "PASS"
 
 
-def test_weights_take_a_copy_and_a_half(tmp_path: Path) -> None:
-    """All but a thousandth of the weights are linear layers: 1.5 copies, and what else vLLM allocates.
+def test_weights_take_one_and_a_half_copies(tmp_path: Path) -> None:
+    """All but a thousandth of the weights are in linear layers: 1.5 copies, plus other allocations by vLLM.
 
     At half of these widths that was 0.06 GiB: at these it is 0.02 of a copy if it is a workspace of cuBLAS, and 0.07,
     which is too much, if it is as large as the largest matrix.
@@ -163,16 +163,16 @@ def alternation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alternatio
         yield alternation
 
 
-def test_server_computes_with_what_the_fp8_stands_for(alternation: Alternation) -> None:
+def test_server_computes_with_the_dequantized_weights(alternation: Alternation) -> None:
     torn_tokens.agrees_without_fences(alternation, FEWER)
 
 
-def test_tokens_are_each_of_the_fp8_of_one_published_state(alternation: Alternation) -> None:
+def test_each_token_comes_from_one_published_fp8_state(alternation: Alternation) -> None:
     assert torn_tokens.finds_no_torn_token(alternation, LOAD).spanning > 0
 
 
-def test_fp8_that_does_not_follow_is_found_out(alternation: Alternation) -> None:
-    """Write the other state without the fence: embedding, norms and head are of it, and the FP8 is not."""
+def test_stale_fp8_is_detected(alternation: Alternation) -> None:
+    """Write the other state without the fence: embedding, norms and head come from it, but the FP8 does not."""
     verdict_before = alternation.judge(alternation.under_load(FEWER, lambda: None), LOAD.tolerance)
     assert verdict_before.neither == 0, verdict_before
     alternation.write(1 - alternation.published[max(alternation.published)])

@@ -1,4 +1,4 @@
-"""Gradients of many micro-batches on a GPU are summed in float32, and the compiled update uses them that way."""
+"""Gradients of many micro-batches on a GPU are summed in float32, and the compiled update uses the float32 sums."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from tests.unit.run.test_learner import base, distance, gradient, made_by, naive_gradient, prepared, weights
 
 
-def test_many_micro_batches_are_as_exact_as_one_and_their_gradient_is_stepped() -> None:
+def test_many_micro_batches_are_as_exact_as_one() -> None:
     groups = made_by(base(seed=8))
     exact = base().bfloat16().double()
     expected = naive_gradient(copy.deepcopy(exact), groups, exact)

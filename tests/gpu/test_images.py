@@ -1,4 +1,4 @@
-"""Images on a GPU, with CUDA graphs and more than 100 million parameters: the CPU's scenarios.
+"""Images on a GPU, with CUDA graphs and more than 100 million parameters: the scenarios of the CPU tests.
 
 Not covered: the other families (`tests/cpu/test_images.py`), real sizes.
 """

@@ -1,4 +1,4 @@
-"""vLLM's kernel of log-probabilities with the launch that Bridge gives it."""
+"""vLLM's log-probability kernel with Bridge's launch options."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 
 @pytest.mark.parametrize("vocabulary", [1_000, LAUNCH["BLOCK_SIZE"], 152_064])
-def test_log_probabilities_are_those_of_the_softmax(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_match_log_softmax(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample import logprob
 
     logits = torch.randn(64, vocabulary, device="cuda") * 5

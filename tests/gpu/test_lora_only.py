@@ -1,6 +1,6 @@
-"""`lora_only` on a GPU with CUDA graphs and torch.compile: the CPU's scenario, and what only a GPU can show.
+"""`lora_only` on a GPU with CUDA graphs and torch.compile: the scenario of the CPU tests, and what only a GPU can show.
 
-A mixture of experts with more than 100 million parameters is adapted in all of its layers, routed experts included.
+All layers of a mixture of experts with more than 100 million parameters are adapted, including its routed experts.
 
 Not covered: sizes and speed (`benchmarks/lora.py`), resuming and failures (`tests/cpu/test_lora_only.py`).
 """
@@ -31,11 +31,11 @@ from tests.models import tiny
 from tests.scenarios import LiveServer
 
 APART = 4
-"""How much farther from the server the base has to be than PEFT with the adapter."""
+"""Minimum ratio of the base's distance from the server to that of PEFT with the adapter."""
 EXPERTS_TELL = 2
-"""How much farther PEFT has to be without the experts' part of it: 3.3 times at this rate, 1.0 if none is served."""
+"""Minimum ratio for PEFT without the experts' adapter: 3.3 at this learning rate, 1.0 if none is served."""
 OF_EXPERTS = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lr", "1e-3", "--lora-target-modules")
-"""At 4e-3 each completion of the third step had the highest reward, so there was nothing to train on."""
+"""Learning rate; at 4e-3, every completion of the third step had the highest reward, leaving nothing to learn."""
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +48,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-def test_an_adapter_is_trained_whatever_run_was_there_before(llama: LiveServer, tmp_path: Path) -> None:
+def test_adapter_trains_on_a_previously_used_server(llama: LiveServer, tmp_path: Path) -> None:
     for number, handover in enumerate(("memory", "disk", "memory")):
         folder = tmp_path / str(number)
         folder.mkdir()
         scenarios.trains_an_adapter(llama, folder, handover)
 
 
-def test_cuda_graphs_are_on(llama: LiveServer) -> None:
+def test_cuda_graphs_are_enabled(llama: LiveServer) -> None:
     assert "CUDA graph" in llama.child.log.read_text()
 
 
-def test_base_and_adapter_take_no_memory_of_the_trainers_own(llama: LiveServer, tmp_path: Path) -> None:
+def test_base_and_adapter_use_no_trainer_memory(llama: LiveServer, tmp_path: Path) -> None:
     config = TrainConfig.of(
         model_name=llama.manifest.model, mode="lora_only", lora_r=scenarios.LORA_RANK, vllm_config_path=llama.path
     )
@@ -73,7 +73,7 @@ def test_base_and_adapter_take_no_memory_of_the_trainers_own(llama: LiveServer, 
         mode.close()
 
 
-def test_an_adapter_in_its_slot_outlives_a_sleep_of_the_kv_cache(llama: LiveServer, tmp_path: Path) -> None:
+def test_adapter_in_a_slot_survives_a_kv_cache_sleep(llama: LiveServer, tmp_path: Path) -> None:
     scenarios.trains_an_adapter(llama, tmp_path, "memory")
     name = scenarios.adapter_name(llama.manifest.url)
     before = llama.sample(name)
@@ -83,7 +83,7 @@ def test_an_adapter_in_its_slot_outlives_a_sleep_of_the_kv_cache(llama: LiveServ
     assert not scenarios.same_samples(llama.sample(), before)
 
 
-def test_verify_passes_beside_an_adapter(llama: LiveServer, tmp_path: Path) -> None:
+def test_verify_passes_with_an_adapter(llama: LiveServer, tmp_path: Path) -> None:
     scenarios.verifies(llama, tmp_path)
 
 
@@ -96,8 +96,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-def test_routed_experts_are_adapted_in_their_slots(mixture: LiveServer, tmp_path: Path) -> None:
-    """Before training the server computes what the base does, and afterwards what PEFT does with the saved adapter."""
+def test_routed_experts_are_trained_in_their_slots(mixture: LiveServer, tmp_path: Path) -> None:
+    """Before training, the server matches the base model; afterward, it matches PEFT with the saved adapter."""
     slots = [name for name in mixture.manifest.shards[0].lora_slots if ".experts.lora." in name]
     assert len(slots) == 3 * CONFIG.num_hidden_layers
     digests, before = scenarios.digests(attach(mixture.manifest)), mixture.sample()
@@ -127,7 +127,7 @@ def test_routed_experts_are_adapted_in_their_slots(mixture: LiveServer, tmp_path
     scenarios.verifies(mixture, tmp_path)
 
 
-def test_an_adapter_of_experts_is_loaded_from_disk(mixture: LiveServer, tmp_path: Path) -> None:
+def test_expert_adapter_is_loaded_from_disk(mixture: LiveServer, tmp_path: Path) -> None:
     scenarios.trained(mixture, tmp_path, *OF_EXPERTS, "experts", "--lora-handover", "disk")
     assert len(scenarios.metrics(tmp_path / "run")) == 3
     assert scenarios.adapter_name(mixture.manifest.url) == "bridge-adapter-3"

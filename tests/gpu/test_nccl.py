@@ -1,4 +1,4 @@
-"""A rank that fails, ends or stops while tensors are exchanged by NCCL: nobody waits, and nobody uses a torn tensor.
+"""If a rank fails, exits or hangs during an NCCL exchange, no rank keeps waiting or uses a torn tensor.
 
 The ranks have no server. Not covered: whole runs (`test_several_gpus.py`).
 """
@@ -20,11 +20,11 @@ from tests.unit.several_ranks import on_ranks
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ELEMENTS = 2**28
 LIMIT_S = 20.0
-"""Longest wait of a test for the other rank to give up."""
+"""Longest time that a test waits for the other rank to give up."""
 
 
 def exchanges(ranks: Ranks, way: str) -> None:
-    """Exchange tensors by every way, again and again."""
+    """Exchange tensors in every way, repeatedly."""
     ones = torch.ones(ELEMENTS, device="cuda")
     while True:
         if way == "layers":
@@ -39,7 +39,7 @@ def exchanges(ranks: Ranks, way: str) -> None:
 
 
 def leaves(ranks: Ranks, how: str, way: str) -> Any:
-    """Let the last rank leave while tensors are exchanged; return what the first one raised, and after how long."""
+    """Make the last rank leave while tensors are exchanged; return what the first one raised, and after how long."""
     watch.BEAT_S = 0.2  # this process ends with the test
     watch.SILENT_LIMIT_S = 4.0
     pids = ranks.all_gather_object(os.getpid())
@@ -51,7 +51,7 @@ def leaves(ranks: Ranks, how: str, way: str) -> Any:
         return None
     if ranks.rank == 1:
         sign = {"ends": signal.SIGKILL, "stops": signal.SIGSTOP}[how]
-        if os.fork() == 0:  # another process: this one is in torch
+        if os.fork() == 0:  # in a separate process, because this one is inside torch
             time.sleep(3)
             os.kill(pids[1], sign)
             os._exit(0)
@@ -70,7 +70,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize("way", ["gather", "scatter", "layers"])
 @pytest.mark.parametrize("how", ["fails", "ends", "stops"])
-def test_no_rank_waits_for_another_that_left(how: str, way: str) -> None:
+def test_no_rank_waits_for_one_that_left(how: str, way: str) -> None:
     tp_size = 2 if way == "layers" else 1
     name, message, seconds = on_ranks(2, leaves, how, way, tp_size=tp_size, on_gpus=True, limit_s=90)[0]
     assert name == ("UsageError" if how == "fails" else "RankError"), message
@@ -80,7 +80,7 @@ def test_no_rank_waits_for_another_that_left(how: str, way: str) -> None:
 
 
 def agree(ranks: Ranks) -> tuple[float, float]:
-    """Return a sum that depends on order, and a gathered value, of many exchanges."""
+    """Return an order-dependent sum and a gathered value from many exchanges."""
     generator = torch.Generator("cuda").manual_seed(ranks.rank)
     total = 0.0
     for _ in range(200):
@@ -89,7 +89,7 @@ def agree(ranks: Ranks) -> tuple[float, float]:
     return total, float(ranks.all_reduce(torch.full((1,), float(ranks.rank + 1), device="cuda")))
 
 
-def test_ranks_compute_the_same() -> None:
+def test_ranks_compute_equal_results() -> None:
     one, other = on_ranks(2, agree, on_gpus=True, limit_s=90)
     assert one == other
     assert one[1] == 3.0

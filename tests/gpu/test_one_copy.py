@@ -1,4 +1,4 @@
-"""One copy on a GPU with CUDA graphs and torch.compile: the CPU's scenarios, and what only a GPU can show.
+"""One copy on a GPU with CUDA graphs and torch.compile: the scenarios of the CPU tests, and what only a GPU can show.
 
 Not covered: sizes and speed (`benchmarks/one_copy.py`), tensor parallelism.
 """
@@ -28,7 +28,7 @@ from tests.scenarios import LiveServer, bridge
 
 GIB = 2**30
 LEAST_KV_SHARE = 0.1
-"""Share of the GPU. `scenarios.served` gives a tiny model twice as much, nearly all of it for the KV cache."""
+"""Fraction of the GPU. `scenarios.served` gives a tiny model twice as much, nearly all of it for the KV cache."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-def test_the_models_own_sampling_parameters_shape_no_way_of_sampling(llama: LiveServer) -> None:
+def test_models_sampling_defaults_are_ignored(llama: LiveServer) -> None:
     with httpx.Client(base_url=llama.manifest.url, timeout=120, trust_env=False) as http:
         scenarios.samples_the_whole_distribution(llama, http)
 
@@ -65,16 +65,16 @@ def test_a_checkpoint_is_restored_into_the_live_weights(llama: LiveServer, tmp_p
     )
 
 
-def test_a_trainer_with_a_copy_of_its_own_loads_each_version_in_place(llama: LiveServer, tmp_path: Path) -> None:
+def test_trainer_with_its_own_copy_reloads_in_place(llama: LiveServer, tmp_path: Path) -> None:
     bridge("restore", llama.manifest.model, "--vllm-config-path", llama.path, folder=tmp_path)
     scenarios.trains_in_place(llama, tmp_path, "--reload", "in-place", mode="none")
 
 
-def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path: Path) -> None:
+def test_verify_passes_without_changing_weights(llama: LiveServer, tmp_path: Path) -> None:
     scenarios.verifies(llama, tmp_path)
 
 
-def test_cuda_graphs_are_on(llama: LiveServer) -> None:
+def test_cuda_graphs_are_enabled(llama: LiveServer) -> None:
     assert "CUDA graph" in llama.child.log.read_text()
 
 
@@ -89,7 +89,7 @@ def fill_the_gpu() -> torch.Tensor:
     return torch.ones(torch.cuda.mem_get_info()[0] - 2 * GIB, dtype=torch.uint8, device="cuda")
 
 
-def test_inside_of_the_fence_the_memory_of_the_kv_cache_is_the_trainers(llama: LiveServer) -> None:
+def test_trainer_can_use_the_kv_caches_memory_in_the_fence(llama: LiveServer) -> None:
     attached, samples = attach(llama.manifest), llama.sample()
     weights = {name: tensor.clone() for name, tensor in attached.model.named_parameters()}
     before, total = torch.cuda.mem_get_info()
@@ -110,7 +110,7 @@ def test_inside_of_the_fence_the_memory_of_the_kv_cache_is_the_trainers(llama: L
     assert scenarios.same_samples(llama.sample(), samples)
 
 
-def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_there_is_some(llama: LiveServer) -> None:
+def test_kv_cache_wakes_once_memory_is_free(llama: LiveServer) -> None:
     attach(llama.manifest)
     samples, kept = llama.sample(), list[torch.Tensor]()
     with BridgeClient(llama.manifest, timeout_s=60) as client:
@@ -127,7 +127,7 @@ def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_ther
     assert scenarios.same_samples(llama.sample(), samples)
 
 
-def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_version(llama: LiveServer) -> None:
+def test_error_before_the_first_write_frees_the_memory(llama: LiveServer) -> None:
     attach(llama.manifest)
     samples = llama.sample()
 
@@ -143,7 +143,7 @@ def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_vers
     assert scenarios.same_samples(llama.sample(), samples)
 
 
-def test_requests_under_way_outlive_a_sleep_of_the_kv_cache(llama: LiveServer) -> None:
+def test_in_flight_requests_survive_a_kv_cache_sleep(llama: LiveServer) -> None:
     num_tokens = 2000
     body = {"model": llama.manifest.model, "prompt": [5, 6, 7], "n": 16, "max_tokens": num_tokens, "ignore_eos": True}
     http = httpx.Client(base_url=llama.manifest.url, timeout=120, trust_env=False)
@@ -158,7 +158,7 @@ def test_requests_under_way_outlive_a_sleep_of_the_kv_cache(llama: LiveServer) -
     assert answer.headers[VERSION_HEADER] == f"{before}-{before + 1}"
 
 
-def test_a_manifest_of_another_gpu_is_refused_with_both_named(llama: LiveServer, tmp_path: Path) -> None:
+def test_manifest_of_a_different_gpu_is_refused_naming_both(llama: LiveServer, tmp_path: Path) -> None:
     document = json.loads(llama.path.read_text())
     document["gpu_uuid"] = "GPU-00000000-0000-0000-0000-000000000000"
     path = tmp_path / manifest.MANIFEST_NAME
@@ -168,7 +168,7 @@ def test_a_manifest_of_another_gpu_is_refused_with_both_named(llama: LiveServer,
     assert f"{torch.cuda.get_device_properties(0).uuid}" in stderr
 
 
-def test_doctor_finds_nothing_wrong_beside_a_live_server(llama: LiveServer, tmp_path: Path) -> None:
+def test_doctor_passes_with_a_live_server(llama: LiveServer, tmp_path: Path) -> None:
     output = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path).stdout
     checks = [json.loads(line) for line in output.splitlines()]
     assert not [check for check in checks if check["status"] == "FAIL"], checks

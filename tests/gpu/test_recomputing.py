@@ -1,4 +1,4 @@
-"""What layers keep of a long sequence, on a GPU: the same gradients, and less memory the less they keep there.
+"""What layers keep of a long sequence on a GPU: keeping less saves memory, with the same gradients.
 
 Not covered: bit-equal gradients (`tests/unit/passes/test_recomputing.py`, on the CPU).
 """
@@ -43,7 +43,7 @@ def batch() -> MicroBatch:
 
 
 def computed(trained: PreparedModel) -> tuple[torch.Tensor, int]:
-    """Return all gradients, and the bytes that the second pass took: the first one compiles."""
+    """Return all gradients, and the memory that the second pass used; the first one compiles."""
     parameters = list(trained.model.parameters())
     for _ in range(2):
         torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def computed(trained: PreparedModel) -> tuple[torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_layers_that_keep_less_have_the_same_gradients_in_less_memory(compiles: bool) -> None:
+def test_recomputing_saves_memory_with_equal_gradients(compiles: bool) -> None:
     trained = prepare(model(), TrainConfig.of(model_name="m", compile_layers=compiles).compute)
     expected, most = computed(trained)
     peaks = dict[str, int]()

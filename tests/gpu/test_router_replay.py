@@ -22,7 +22,7 @@ CONFIG.update({"num_experts": 32, "moe_intermediate_size": 128})
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """One server for both tests: half of their time is its start."""
+    """Start one server for both tests, since starting it takes half of their time."""
     folder = tmp_path_factory.mktemp("mixture")
     model = tiny.write(CONFIG, folder / "model", std=family_proof.GAIN / sqrt(CONFIG.hidden_size))
     with scenarios.served(model, folder / "server", *ENGINE) as server:
@@ -31,8 +31,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-def test_a_large_family_trains_with_replay_and_equals_its_checkpoint(mixture: LiveServer, tmp_path: Path) -> None:
-    """As Mixtral does in `test_families.py`."""
+def test_large_family_with_replay_equals_its_checkpoint(mixture: LiveServer, tmp_path: Path) -> None:
+    """Like Mixtral's test in `test_families.py`, but with replay."""
     scenarios.bridge("restore", mixture.manifest.model, "--vllm-config-path", mixture.path, folder=tmp_path)
     result = family_proof.trains(mixture, Path(mixture.manifest.model), tmp_path, lr=LR)
     scenarios.check_metrics(tmp_path / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
@@ -40,8 +40,8 @@ def test_a_large_family_trains_with_replay_and_equals_its_checkpoint(mixture: Li
     assert result.num_parameters > LEAST_PARAMETERS
 
 
-def test_replay_removes_the_mismatch_of_other_experts(mixture: LiveServer, tmp_path: Path) -> None:
-    """With the model's own weights: after three steps at `LR` it repeats one token, about which nothing differs."""
+def test_replay_removes_the_routing_mismatch(mixture: LiveServer, tmp_path: Path) -> None:
+    """This uses the model's initial weights: after three steps at `LR`, it only repeats one token, without mismatch."""
     scenarios.bridge("restore", mixture.manifest.model, "--vllm-config-path", mixture.path, folder=tmp_path)
     removes_the_mismatch_of_other_experts(mixture, tmp_path, at_least=2)
     scenarios.verifies(mixture, tmp_path)

@@ -1,6 +1,6 @@
-"""`bridge run` on two GPUs of one host: equal replicas, parts that equal their checkpoint, and what fails under NCCL.
+"""`bridge run` on two GPUs of one host: equal replicas, parts that equal their checkpoint, and failures under NCCL.
 
-Not covered: speed (`benchmarks/grpo.py`), exchanges alone (`test_nccl.py`).
+Not covered: speed (`benchmarks/grpo.py`), exchanges without servers (`test_nccl.py`).
 """
 
 import json
@@ -23,7 +23,7 @@ SHARE = "--gpu-memory-utilization", "0.2"
 IN_PARTS = "--tensor-parallel-size", "2"
 ADAPTER = "--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK)
 GROWTH_LIMIT_MIB = 64.0
-"""Of all processes of two ranks and two servers together."""
+"""Limit for all processes of two ranks and two servers together."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def config() -> LlamaConfig:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_replicas_are_equal_after_every_step_and_memory_is_flat(model: Path, tmp_path: Path, parts: int) -> None:
     result = replicas.stays_equal(model, tmp_path, 2, parts)
-    print(json.dumps(result))  # noqa: T201  pytest -s shows what was found
+    print(json.dumps(result))  # noqa: T201  pytest -s shows the result
     assert result["exit_code"] == 130, result
     assert result["digests"]["ranks"] == 2
     assert result["digests"]["steps"] >= replicas.STEPS
@@ -51,15 +51,15 @@ def test_replicas_are_equal_after_every_step_and_memory_is_flat(model: Path, tmp
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_killed_server_and_a_killed_rank_cost_no_step(model: Path, tmp_path: Path, parts: int) -> None:
+def test_killed_server_and_killed_rank_lose_no_step(model: Path, tmp_path: Path, parts: int) -> None:
     result = replicas.outlives_losses(model, tmp_path, 2, parts)
-    print(json.dumps(result))  # noqa: T201  pytest -s shows what was found
+    print(json.dumps(result))  # noqa: T201  pytest -s shows the result
     assert (result["exit_code"], result["steps"]) == (0, replicas.FAULT_STEPS), result
     assert result["processes_left"] == 0
     assert parts == 2 or result["digests"]["equal"] == result["digests"]["steps"]
 
 
-def test_one_two_and_one_ranks_resume_each_other(model: Path, tmp_path: Path) -> None:
+def test_run_resumes_on_one_two_and_one_ranks(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     kept = *SHARE, "--save-path", str(saved), "--training-steps"
     test_gpus.run(model, tmp_path, *kept, "3", gpus=2)
@@ -74,7 +74,7 @@ def test_one_two_and_one_ranks_resume_each_other(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("way", [(), ADAPTER], ids=["all weights", "an adapter"])
-def test_parts_equal_their_checkpoint_in_plain_transformers(tmp_path: Path, way: tuple[str, ...]) -> None:
+def test_tensor_parallel_weights_equal_their_checkpoint(tmp_path: Path, way: tuple[str, ...]) -> None:
     model = tiny.write(config(), tmp_path / "model", std=0.06)
     rank = scenarios.LORA_RANK if way else None
     with scenarios.served(model, tmp_path / "server", num_parts=2, max_lora_rank=rank) as server:

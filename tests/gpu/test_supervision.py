@@ -12,10 +12,10 @@ from tests.cpu.test_supervision import INTO_THE_NEXT_BATCH_S, running
 from tests.models import tiny
 
 SLACK_BYTES = 2**30
-"""Memory that other processes may take meanwhile, and that the driver may keep."""
+"""Memory that other processes may use meanwhile, or that the driver may keep."""
 
 
-def test_a_server_killed_while_it_generates_costs_no_step_and_no_memory(tmp_path: Path) -> None:
+def test_killed_server_loses_no_step_and_no_memory(tmp_path: Path) -> None:
     config = tiny.llama()
     config.head_dim = 64
     model = tiny.write(config, tmp_path / "model")

@@ -30,26 +30,26 @@ def alternation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alternatio
         yield alternation
 
 
-def test_asynchronous_scheduling_and_cuda_graphs_are_on(alternation: Alternation) -> None:
+def test_async_scheduling_and_cuda_graphs_are_enabled(alternation: Alternation) -> None:
     log = alternation.server.child.log.read_text()
     assert "'async_scheduling': True" in log
     assert "CUDA graph" in log
 
 
-def test_server_and_transformers_agree_while_the_weights_are_left_alone(alternation: Alternation) -> None:
+def test_server_and_transformers_agree_without_updates(alternation: Alternation) -> None:
     torn_tokens.agrees_without_fences(alternation, FEWER)
 
 
-def test_a_million_tokens_are_each_of_one_published_state(alternation: Alternation) -> None:
+def test_each_of_a_million_tokens_has_one_published_state(alternation: Alternation) -> None:
     verdict = torn_tokens.finds_no_torn_token(alternation, LOAD)
     assert verdict.spanning > 0
 
 
-def test_a_million_tokens_whose_requests_keep_their_keys_and_values_name_their_versions(
+def test_a_million_tokens_report_their_versions(
     alternation: Alternation,
 ) -> None:
     torn_tokens.keeps_what_is_in_flight(alternation, LOAD)
 
 
-def test_weights_written_without_the_fence_are_found_out(alternation: Alternation) -> None:
+def test_weights_written_without_the_fence_are_detected(alternation: Alternation) -> None:
     torn_tokens.finds_torn_tokens_without_the_fence(alternation, FEWER)

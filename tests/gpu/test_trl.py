@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` at 1.5B's size on one copy of the weights learns what a stock script with two learns.
+"""TRL's `GRPOTrainer` with a 1.5B model on one copy of the weights learns the same as a stock script with two copies.
 
 Not covered: memory and speed (`benchmarks/grpo.py`); resuming, and how many lines change (`tests/cpu/test_trl.py`).
 """
@@ -22,11 +22,13 @@ TASK = {
     "learning_rate=2e-4": "learning_rate=2e-5",
     "max_completion_length=4": "max_completion_length=16",
 }
-"""What the example says -> what a model with random weights can learn: to write lowercase letters."""
+"""Text of the example -> a task that a model with random weights can learn: writing lowercase letters."""
 
 
 @pytest.mark.timeout(1200)
-def test_it_learns_what_a_stock_script_learns(tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+def test_bridge_learns_what_a_stock_trl_script_learns(
+    tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
     config = model_config("1.5b", eos_token_id=2)
     config.vocab_size = 128
     model = tiny.write(config, tmp_path / "model", std=0.02)

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and what a killed writer leaves."""
+"""Folders appear completely or not at all, and leftovers of killed writers are removed."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def test_replaceable_folder_is_replaced_entirely(
     assert names(tmp_path) == ["folder"]
 
 
-def test_an_interrupt_between_two_renames_costs_neither_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_between_two_renames_loses_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, rename = tmp_path / "target", Path.rename
     target.mkdir()
     (target / "old").touch()
@@ -146,7 +146,7 @@ def test_an_error_changes_nothing_and_is_passed_on(tmp_path: Path, error: BaseEx
     assert names(tmp_path) == ["folder"]
 
 
-def test_everything_is_on_the_disk_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_on_disk_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, synced, real_fsync = tmp_path / "folder", [], atomic_folder._fsync
 
     def fsync(path: Path) -> None:
@@ -184,7 +184,7 @@ def test_every_file_follows_the_umask_whoever_wrote_it(tmp_path: Path, umask: in
         assert path.stat().st_mode == (tmp_path / ("folder" if path.is_dir() else "file")).stat().st_mode, path
 
 
-def test_two_folders_change_places_in_one_call(tmp_path: Path) -> None:
+def test_two_folders_are_swapped_in_one_call(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "name").write_text(name)
@@ -196,7 +196,7 @@ def test_two_folders_change_places_in_one_call(tmp_path: Path) -> None:
         atomic_folder._exchange(tmp_path / "one", tmp_path / "absent")
 
 
-def test_a_folder_is_removed_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_folder_is_removed_completely_or_not_at_all(tmp_path: Path) -> None:
     write(tmp_path / "folder", "old")
     atomic_folder.remove(tmp_path / "folder")
     assert names(tmp_path) == []
@@ -218,9 +218,9 @@ def printed_path(process: subprocess.Popen[str]) -> Path:
     return Path(process.stdout.readline().strip())
 
 
-def test_next_writer_removes_only_a_killed_ones_remains(tmp_path: Path) -> None:
+def test_next_writer_removes_only_a_killed_writers_files(tmp_path: Path) -> None:
     with started(tmp_path / "two", "wait") as live:
-        writing = printed_path(live)  # it has already looked for leftovers
+        writing = printed_path(live)  # it has already checked for leftovers
         with started(tmp_path / "one", "die") as killed:
             left = printed_path(killed)
         assert (left / "half").exists()
@@ -235,10 +235,10 @@ def test_next_writer_removes_only_a_killed_ones_remains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "removed"),
     [
-        (lambda w: w, False),  # this very process
+        (lambda w: w, False),  # this same process
         (lambda w: w | {"start_ticks": "1"}, True),  # a reused pid
-        (lambda w: w | {"start_ticks": "1", "namespace": "1"}, False),  # another container
-        (lambda w: w | {"start_ticks": "1", "host": "elsewhere"[:8]}, False),  # another host
+        (lambda w: w | {"start_ticks": "1", "namespace": "1"}, False),  # a different container
+        (lambda w: w | {"start_ticks": "1", "host": "elsewhere"[:8]}, False),  # a different host
         (lambda w: w | {"boot": "earlier0"}, True),  # before this host's last boot
         (lambda w: w | {"boot": "earlier0", "host": "elsewhere"[:8]}, False),
     ],
@@ -255,7 +255,7 @@ def test_leftovers_are_kept_unless_their_writer_has_ended(tmp_path: Path, edit: 
     assert left.exists() != removed
 
 
-def test_hidden_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_unrelated_hidden_folders_are_kept(tmp_path: Path) -> None:
     strangers = [".git", ".folder.scratch", ".folder.1-2-3.scratch", ".folder.abcd1234"]
     for name in strangers:
         (tmp_path / name).mkdir()
@@ -265,7 +265,7 @@ def test_hidden_folders_of_others_are_left_alone(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Refuse to let any file of this process grow further, as a full disk would."""
+    """Limit the size of this process's files, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -274,7 +274,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_refuses_is_one_line_with_path_and_bytes(tmp_path: Path) -> None:
+def test_write_error_is_one_line_with_path_and_sizes(tmp_path: Path) -> None:
     write(tmp_path / "folder", "old")
 
     def fill(scratch: Path) -> None:
@@ -292,13 +292,13 @@ def test_a_disk_that_refuses_is_one_line_with_path_and_bytes(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_one_line(tmp_path: Path) -> None:
+def test_missing_permission_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(UsageError, match=r"cannot write .*Permission denied"):
         write(tmp_path / "locked" / "folder", "new")
 
 
-def test_a_parent_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+def test_file_as_parent_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot write .*Not a directory"):
         write(tmp_path / "file" / "folder", "new")

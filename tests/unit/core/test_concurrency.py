@@ -1,4 +1,4 @@
-"""Waiting for a socket, in a process that has more files open than `select.select` can watch; ending a thread."""
+"""Waiting for a socket in a process with more open files than `select.select` supports; stopping a thread."""
 
 import fcntl
 import resource
@@ -11,7 +11,7 @@ import pytest
 from bridge.core.concurrency import end_thread, is_readable
 
 HIGH = 2000
-"""`select.select` refuses descriptors of 1024 and more."""
+"""`select.select` refuses descriptors from 1024 on."""
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_connection_is_readable_once_something_arrives(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_connection_is_readable_once_data_arrives(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     assert near.fileno() >= HIGH
     assert not is_readable(near, 0.01)
@@ -41,8 +41,8 @@ def test_a_connection_that_the_other_end_closed_is_readable(pair: tuple[socket.s
     assert is_readable(near, 20.0)
 
 
-def test_ending_a_thread_that_has_ended_leaves_the_next_one_alone() -> None:
-    """The next one often gets its number; here it always does."""
+def test_stopping_a_dead_thread_spares_the_next_one() -> None:
+    """A new thread often gets the old one's id; here it always does."""
     ended = threading.Thread(target=int)
     ended.start()
     ended.join()

@@ -1,4 +1,4 @@
-"""One process per folder: who is refused, with which message, and what is left when the holder is killed."""
+"""One process per folder: who is refused, with which message, and what remains when the holder is killed."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ time.sleep(600)
 
 @contextmanager
 def held(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Have another process claim `folder`; yield it, and the pid of its child if it was told to `fork`."""
+    """Let another process claim `folder`; yield the process, and with `fork` the pid of its child."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), *more], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())
@@ -46,7 +46,7 @@ def make(folder: Path) -> tuple[Path, ...]:
     return folder_claim.make(folder, what="run directory", flag="--run-dir")
 
 
-def test_a_folder_in_use_is_refused_with_the_pid_of_its_process(tmp_path: Path) -> None:
+def test_claimed_folder_is_refused_with_the_pid(tmp_path: Path) -> None:
     with held(tmp_path / "run") as (holder, _), pytest.raises(UsageError) as refused:
         make(tmp_path / "run")
     assert refused.value.message == (
@@ -57,7 +57,7 @@ def test_a_folder_in_use_is_refused_with_the_pid_of_its_process(tmp_path: Path) 
     )
 
 
-def test_after_a_kill_it_is_free_at_once_and_nothing_is_left(tmp_path: Path) -> None:
+def test_killing_the_holder_frees_the_folder(tmp_path: Path) -> None:
     with held(tmp_path) as (holder, _):
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
@@ -69,7 +69,7 @@ def test_after_a_kill_it_is_free_at_once_and_nothing_is_left(tmp_path: Path) -> 
     assert f"is in use by process {os.getpid()}" in refused.stderr
 
 
-def test_a_child_that_was_forked_and_lives_on_does_not_hold_it(tmp_path: Path) -> None:
+def test_surviving_fork_does_not_hold_the_claim(tmp_path: Path) -> None:
     with held(tmp_path, "fork") as (holder, child):
         with pytest.raises(UsageError, match=f"in use by process {holder.pid}"):
             make(tmp_path)
@@ -88,7 +88,7 @@ def test_process_may_claim_twice_and_remove_an_empty_one(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
 
 
-def test_every_process_sees_a_claim_and_looking_claims_nothing(tmp_path: Path) -> None:
+def test_checking_a_claim_does_not_claim_the_folder(tmp_path: Path) -> None:
     assert not folder_claim.is_claimed(tmp_path)
     with held(tmp_path) as (holder, _):
         assert folder_claim.is_claimed(tmp_path)
@@ -99,7 +99,7 @@ def test_every_process_sees_a_claim_and_looking_claims_nothing(tmp_path: Path) -
     assert folder_claim.is_claimed(tmp_path)
 
 
-def test_where_no_folder_can_be_locked_every_claim_is_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_are_granted_if_folders_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(9, "Bad file descriptor")
 
@@ -109,7 +109,7 @@ def test_where_no_folder_can_be_locked_every_claim_is_granted(tmp_path: Path, mo
         assert folder_claim.is_claimed(tmp_path)
 
 
-def test_without_the_kernels_list_the_process_has_no_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holder_pid_is_unknown_without_proc_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path):
         monkeypatch.setattr(folder_claim, "holder", lambda _: None)
         with pytest.raises(UsageError, match="in use by another process: two runs") as refused:

@@ -1,4 +1,4 @@
-"""Limits on a request's size and time, against a real uvicorn: requests that are too large or incomplete."""
+"""Limits on the size and duration of requests, tested against a real uvicorn."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,7 @@ def exchanged(address: tuple[str, int], sent: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
-def test_body_of_any_allowed_size_arrives_whole() -> None:
+def test_body_up_to_the_limit_arrives_completely() -> None:
     http = TestClient(app())
     for size in (0, 1, LIMIT_BYTES):
         assert http.post("/length", content=b"x" * size).json() == {"length": size}
@@ -104,7 +104,7 @@ def test_body_that_arrives_while_the_loop_blocks_is_read(monkeypatch: pytest.Mon
         arrived = asyncio.Queue[Any]()
         reading = asyncio.create_task(http_limits.read_body([], arrived.get, limit_s=LIMIT_S))
         await asyncio.sleep(0)
-        time.sleep(2 * LIMIT_S)  # noqa: ASYNC251  a step is computed
+        time.sleep(2 * LIMIT_S)  # noqa: ASYNC251  blocks the event loop, like a training step
         for left in (2, 1, 0):
             arrived.put_nowait({"body": b"x", "more_body": left > 0})
         return await reading
@@ -121,7 +121,7 @@ def test_body_in_many_small_pieces_times_out() -> None:
         asyncio.run(asyncio.wait_for(http_limits.read_body([], piece, limit_s=LIMIT_S), 10))
 
 
-def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_do_not_lock_clients_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_limits, "most_waiting", lambda: 4)
     with listening(app()) as address, contextlib.ExitStack() as opened, httpx.Client() as client:
         url = f"http://{address[0]}:{address[1]}/length"

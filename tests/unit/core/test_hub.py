@@ -1,4 +1,4 @@
-"""A model's name is looked up before vLLM starts: on a local hub, without a hub, and in the cache only."""
+"""A model's name is looked up before vLLM starts: on a local hub, without a hub, and only in the cache."""
 
 import json
 import os
@@ -33,7 +33,7 @@ LIMIT_S = 60.0
 
 
 def answer(request: HttpRequest) -> Answer:
-    """Answer like the hub, which returns 401 for a missing model unless the user is logged in."""
+    """Respond like the hub, which returns 401 for a missing model unless the user is logged in."""
     known = {
         f"/{NAME}{CONFIG}": Answer('{"model_type": "llama"}', 200, {"ETag": '"1"', "X-Repo-Commit": "0" * 40}),
         f"/{SECRET}{CONFIG}": Answer("", 403, {"X-Error-Code": "GatedRepo"}),
@@ -97,6 +97,6 @@ def test_offline_only_cached_models_can_be_served(tmp_path: Path, surroundings: 
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/else"])
-def test_names_of_another_hub_are_not_looked_up(tmp_path: Path, model: str) -> None:
+def test_names_on_a_different_hub_are_not_looked_up(tmp_path: Path, model: str) -> None:
     others = {"VLLM_USE_MODELSCOPE": "True"} if model == "nobody/else" else {}
     assert looked_up(model, tmp_path, HF_HUB_OFFLINE="1", **others) == {"config": None}

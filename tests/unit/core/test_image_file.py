@@ -1,4 +1,4 @@
-"""Image files become the pixels that a person sees in them, or are refused in one line."""
+"""Image files are read as viewers show them, or refused in one line."""
 
 import struct
 import zlib
@@ -16,7 +16,7 @@ WHITE, BLACK = (255, 255, 255), (0, 0, 0)
 
 
 def drawing() -> Image.Image:
-    """Return a black line on a transparent background, whose hidden color is black, too."""
+    """Return a black line on a transparent background whose hidden color is also black."""
     made = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     made.putpixel((3, 3), (0, 0, 0, 255))
     return made
@@ -37,7 +37,7 @@ def test_an_opaque_image_keeps_its_pixels(tmp_path: Path) -> None:
     assert image_file.fault(str(tmp_path / "a.png")) == ""
 
 
-def test_an_image_is_turned_upright(tmp_path: Path) -> None:
+def test_image_is_rotated_upright(tmp_path: Path) -> None:
     lying = Image.new("RGB", (16, 8))
     exif = lying.getexif()
     exif[0x0112] = 6
@@ -54,7 +54,7 @@ def test_more_than_a_byte_per_channel_is_refused(tmp_path: Path, name: str, kind
         image_file.read(path)
 
 
-def test_an_image_that_is_a_program_is_refused(tmp_path: Path) -> None:
+def test_eps_image_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.png")
     Image.new("RGB", (8, 8)).save(path, format="EPS")
     assert "is EPS, which needs an external program" in image_file.fault(path)
@@ -67,13 +67,13 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png(width: int, height: int) -> bytes:
-    """Return the beginning of a PNG of this size."""
+    """Return the start of a PNG file with this image size."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 def refused(path: Path | str) -> str:
-    """Return the fault of an image, which is in the error of reading it, too."""
+    """Return the fault of an image, which must also be in the error when it is read."""
     fault = image_file.fault(str(path))
     with pytest.raises(RewardError) as caught:
         image_file.read(str(path))
@@ -125,22 +125,22 @@ def test_any_pillow_error_refuses_the_image(
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".png", "a\0b.png", "\ud83d.png", "", "a.jsonl/x.png"], ids=range(5))
-def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+def test_impossible_file_name_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.jsonl").touch()
     fault = image_file.fault(f"{tmp_path}/{name}")
     assert "there is no image" in fault
-    assert fault.encode().isascii()  # nothing in it acts on a terminal, or cannot be printed
+    assert fault.encode().isascii()  # no control characters, and printable everywhere
     with pytest.raises(RewardError, match="there is no image"):
         image_file.read(f"{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "TGA", "ICO", "DDS"])
-def test_a_cut_file_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+def test_truncated_file_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
     Image.effect_noise((64, 64), 60).convert("RGB").save(tmp_path / "whole", format=kind)
     content = (tmp_path / "whole").read_bytes()
     assert image_file.read(str(tmp_path / "whole")).mode == "RGB"
     for end in range(0, len(content) - 64, max(1, len(content) // 40)):
         (tmp_path / "cut").write_bytes(content[:end])
-        with suppress(RewardError):  # some formats show what they have
+        with suppress(RewardError):  # some formats decode what they have
             image_file.read(str(tmp_path / "cut"))
         image_file.fault(str(tmp_path / "cut"))

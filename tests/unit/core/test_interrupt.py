@@ -1,4 +1,4 @@
-"""When a signal acts: at the end of a block that defers it, or at once inside a nested one."""
+"""When a signal takes effect: at the end of a block that defers it, or immediately in a nested acting block."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def interrupt(number: int = signal.SIGINT) -> None:
 
 @contextmanager
 def handled(number: int, handler: object) -> Iterator[None]:
-    """Let `handler` handle the signal instead of ending the test run."""
+    """Install `handler` for the signal, so that it does not kill the test run."""
     previous = signal.signal(number, handler)  # type: ignore[arg-type]
     try:
         yield
@@ -46,7 +46,7 @@ def test_nested_blocks_defer_to_the_end_of_the_outermost() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_deferred_signal_can_act_at_once_inside_and_only_once(number: int) -> None:
+def test_deferred_signal_acts_once_in_an_acting_block(number: int) -> None:
     calls: list[str] = []
     with noting(number, calls), deferred_interrupt(), deferred_interrupt():
         with acting_interrupt():
@@ -57,7 +57,7 @@ def test_a_deferred_signal_can_act_at_once_inside_and_only_once(number: int) -> 
     assert calls == [signal.Signals(number).name, "acted", "held back", signal.Signals(number).name]
 
 
-def test_a_signal_that_waits_acts_as_soon_as_one_may() -> None:
+def test_deferred_signal_acts_as_soon_as_allowed() -> None:
     calls: list[str] = []
     with noting(signal.SIGTERM, calls), deferred_interrupt():
         interrupt(signal.SIGTERM)
@@ -76,12 +76,12 @@ def test_an_interrupted_block_restores_the_handlers() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_nobody_handles_can_be_undone_inside(number: int) -> None:
+def test_unhandled_signal_raises_keyboard_interrupt_inside(number: int) -> None:
     with handled(number, signal.SIG_DFL), pytest.raises(KeyboardInterrupt), acting_interrupt():
         interrupt(number)
 
 
-def test_a_signal_that_waits_is_found_where_ctrl_c_is_ignored() -> None:
+def test_deferred_signal_acts_even_if_ctrl_c_is_ignored() -> None:
     calls: list[str] = []
     with handled(signal.SIGINT, signal.SIG_IGN), noting(signal.SIGHUP, calls), deferred_interrupt():
         interrupt(signal.SIGHUP)
@@ -100,7 +100,7 @@ def test_an_ignored_signal_stays_ignored_everywhere(number: int) -> None:
             assert signal.getsignal(number) == signal.SIG_IGN
 
 
-def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+def test_signals_are_not_deferred_outside_the_main_thread() -> None:
     before, done = signal.getsignal(signal.SIGINT), list[str]()
 
     def work() -> None:
@@ -114,7 +114,7 @@ def test_outside_of_the_main_thread_nothing_is_handled() -> None:
 
 
 @pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGINT])
-def test_a_process_that_handles_none_still_ends_by_that_signal(number: int) -> None:
+def test_process_without_handlers_dies_from_the_signal(number: int) -> None:
     program = (
         "import os, resource\nfrom bridge.core.interrupt import deferred_interrupt\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
@@ -126,7 +126,7 @@ def test_a_process_that_handles_none_still_ends_by_that_signal(number: int) -> N
     assert done.returncode == -number
 
 
-def test_an_error_that_is_handled_inside_a_block_costs_no_signal() -> None:
+def test_error_handled_inside_a_block_drops_no_signal() -> None:
     calls: list[str] = []
     with noting(signal.SIGINT, calls), deferred_interrupt():
         with suppress(ZeroDivisionError), deferred_interrupt():
@@ -136,7 +136,7 @@ def test_an_error_that_is_handled_inside_a_block_costs_no_signal() -> None:
     assert calls == ["handled", "SIGINT"]
 
 
-def test_ctrl_c_while_handlers_are_restored_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_restore_leaves_no_deferring_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     before, restore = [signal.getsignal(number) for number in SIGNALS], signal.signal
 
     def pressed(number: int, handler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ctrl-C that another thread takes: the kernel gives it to any thread, and nothing wakes the main one."""
+"""Ctrl-C delivered to another thread: the kernel may pick any thread, and nothing wakes the main one."""
 
 import asyncio
 import queue
@@ -26,12 +26,12 @@ from bridge.modes import transfer
 from bridge.rollouts.event_loop import EventLoop
 
 BEFORE_S = 0.5
-"""Time for the main thread to begin to wait."""
+"""Time for the main thread to start waiting."""
 
 
 @contextmanager
 def another_thread_takes_ctrl_c(done: threading.Event) -> Iterator[None]:
-    """Deliver SIGINT to a thread that is not the main one; `done` is set at the end, for what was waited for."""
+    """Deliver SIGINT to a thread other than the main one; finally set `done`, which the main thread waits for."""
 
     def take() -> None:
         time.sleep(BEFORE_S)
@@ -141,7 +141,7 @@ WAITS: list[Callable[..., object]] = [
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the compiler's end
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
-def test_an_interrupt_that_another_thread_takes_ends_the_wait(
+def test_interrupt_taken_by_another_thread_ends_the_wait(
     wait: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = threading.Event()

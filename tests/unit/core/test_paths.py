@@ -1,4 +1,4 @@
-"""`~` stands for the home folder in every path, wherever it was written; odd names are no files."""
+"""`~` expands to the home folder in every path setting; invalid names are not files."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ NAMED = {"model", "model_name", "reference_model", "environment", "data", "eval_
 
 
 def path_choices(cls: type[Config]) -> list[str]:
-    """Return the choices that hold a path, by their type or their name."""
+    """Return the settings that hold a path, judging by type or name."""
     kinds = {key: choice.info.annotation for key, choice in cls.choices().items()}
     return [key for key, kind in kinds.items() if Path in (kind, *typing.get_args(kind)) or key in NAMED]
 
@@ -37,7 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_choices_with_paths_are_found() -> None:
+def test_settings_with_paths_are_found() -> None:
     assert {"run_dir", "save_path", "vllm_config_path", "verifiers_python"} | NAMED - {"model"} <= {
         key for cls, key in CASES if cls is TrainConfig
     }
@@ -45,7 +45,7 @@ def test_the_choices_with_paths_are_found() -> None:
 
 @pytest.mark.parametrize(("cls", "key"), CASES)
 @pytest.mark.parametrize("source", ["flag", "variable", "toml", "program"])
-def test_a_tilde_is_the_home_folder_in_every_choice(
+def test_tilde_expands_to_the_home_folder_in_every_setting(
     home: Path, monkeypatch: pytest.MonkeyPatch, cls: type[Config], key: str, source: str
 ) -> None:
     given: dict[str, Any] = {name: value for name, value in REQUIRED[cls].items() if name != key}
@@ -66,18 +66,18 @@ def test_other_texts_keep_their_tilde() -> None:
     assert TrainConfig.of(model_name="m", run_dir="a/~").run_dir == Path("a/~")
 
 
-def test_unknown_users_home_is_a_plain_name() -> None:
+def test_unknown_users_home_is_not_expanded() -> None:
     assert paths.expanded("~nobody-at-all/x") == Path("~nobody-at-all/x")
     assert paths.expanded(Path("~")) == Path(os.environ["HOME"])
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud83d", "", "a/" * 3000], ids=range(5))
-def test_a_name_that_no_file_can_have_is_no_file(name: str) -> None:
+def test_impossible_name_is_not_a_file(name: str) -> None:
     assert not paths.is_file(name)
     assert not paths.is_folder(name)
 
 
-def test_a_fork_leaves_the_temporary_folder() -> None:
+def test_exiting_fork_keeps_the_temporary_folder() -> None:
     program = (
         "import os, sys\n"
         "from bridge.core import paths\n"

@@ -1,4 +1,4 @@
-"""Identities of processes: alive, gone, a zombie, a reused pid, another namespace."""
+"""Process identities: alive, exited, a zombie, a reused pid, a different namespace."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from bridge.core.process import ProcessIdentity, boot_id
 
 
-def test_the_current_process_is_alive_visible_and_itself() -> None:
+def test_current_process_is_alive_and_visible() -> None:
     identity = ProcessIdentity.current()
     assert identity.pid == os.getpid()
     assert identity.is_alive()
@@ -23,22 +23,22 @@ def test_an_identity_survives_json() -> None:
     assert ProcessIdentity.model_validate_json(identity.model_dump_json()) == identity
 
 
-def test_a_process_is_alive_until_it_ends_and_a_zombie_is_not() -> None:
+def test_process_is_alive_until_it_exits() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     identity = ProcessIdentity.of(child.pid)
     assert identity.is_alive()
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and has not been reaped yet
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has exited, but not been reaped yet
     assert Path(f"/proc/{child.pid}").exists()
     assert not identity.is_alive()
-    assert ProcessIdentity.of(child.pid) == identity  # a child that ends at once can still be identified
+    assert ProcessIdentity.of(child.pid) == identity  # a child that has already exited can still be identified
     child.wait()
     assert not identity.is_alive()
     with pytest.raises(ProcessLookupError):
         ProcessIdentity.of(child.pid)
 
 
-def test_a_reused_pid_is_another_process() -> None:
+def test_reused_pid_is_a_different_process() -> None:
     identity = ProcessIdentity.current()
     earlier = identity.model_copy(update={"start_ticks": identity.start_ticks - 1})
     assert not earlier.is_alive()
@@ -49,7 +49,7 @@ def test_another_pid_namespace_is_not_visible() -> None:
     assert not identity.is_visible()
 
 
-def test_odd_characters_in_a_name_do_not_shift_the_start_time() -> None:
+def test_odd_process_names_do_not_break_the_start_time() -> None:
     program = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R 1 (b'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -63,13 +63,13 @@ def test_odd_characters_in_a_name_do_not_shift_the_start_time() -> None:
         child.kill()
 
 
-def test_the_boot_has_one_id() -> None:
+def test_boot_id_is_stable() -> None:
     assert boot_id() == boot_id()
     assert len(boot_id()) == 36
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**31])
-def test_a_pid_that_cannot_be_is_nobody(pid: int) -> None:
+def test_impossible_pid_is_not_a_process(pid: int) -> None:
     with pytest.raises(ProcessLookupError):
         ProcessIdentity.of(pid)
     assert not ProcessIdentity.current().model_copy(update={"pid": pid}).is_alive()

@@ -1,4 +1,4 @@
-"""A module in another Python: its arguments, its failures and its time limit."""
+"""A module in a child Python process: its arguments, failures and time limit."""
 
 import time
 from pathlib import Path
@@ -12,12 +12,12 @@ from bridge.core.python_child import run_child
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a module that a child can run."""
+    """Return the file of a module that a child can run."""
     monkeypatch.setattr(python_child, "_ROOT", str(tmp_path))
     return tmp_path / "tried_program.py"
 
 
-def test_child_gets_its_arguments_and_its_input(program: Path) -> None:
+def test_child_gets_its_arguments_and_input(program: Path) -> None:
     program.write_text("import sys; print(sys.argv[1:], sys.stdin.read())")
     ended = run_child(program.stem, "a", "b", timeout_s=20, stdin="input")
     assert (ended.trouble(), ended.stdout) == (None, "['a', 'b'] input\n")
@@ -47,7 +47,7 @@ def test_hanging_child_is_killed_with_its_children(program: Path) -> None:
         grandchild = ProcessIdentity.of(int(ended.stdout))
     except ProcessLookupError:
         return
-    while grandchild.is_alive():  # a killed process ends when it is next scheduled
+    while grandchild.is_alive():  # a killed process exits when it is next scheduled
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""What other users may see of choices, log lines and commands; complete files are readable by the owner only."""
+"""What other users can see of settings, log lines and commands; unredacted files are readable only by their owner."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def _no_umask() -> Iterator[None]:
     os.umask(previous)
 
 
-def test_a_url_is_shown_without_its_secrets() -> None:
+def test_urls_are_redacted() -> None:
     shown = redaction.redact_urls(
         f"the Atropos API at {URL} and http://10.0.0.1:9001/health answered: a&b=c, mail@host"
     )
@@ -37,7 +37,7 @@ def test_a_url_is_shown_without_its_secrets() -> None:
     assert shown.endswith("mail@host")
 
 
-def test_a_command_is_shown_without_its_secrets() -> None:
+def test_commands_are_redacted() -> None:
     given = ["run", "--model", "m", "--start-command", START, "--atropos-url", URL, "--lr=1e-5", "--", "--api-key"]
     given += ["hidden-6", "--hf_token=hidden-7", "--max-new-tokens", "64"]
     shown = list(redaction.redacted_arguments(given))
@@ -51,7 +51,7 @@ def test_a_command_is_shown_without_its_secrets() -> None:
 URL_SHOWN = "http://***@127.0.0.1:8000/batch?key=***&page=***"
 
 
-def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
+def test_files_readable_by_others_contain_no_secrets(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", mode="none", start_command=START)
     config = TrainConfig.of(model_name="m", mode="none", start_command=START).model_copy(update={"atropos_url": URL})
     run.write_config(config.document())
@@ -74,7 +74,7 @@ def test_an_older_log_becomes_private_at_a_restart(tmp_path: Path) -> None:
     assert run.server_log.stat().st_mode & 0o777 == 0o600
 
 
-def test_events_of_an_older_bridge_are_shown_without_secrets(tmp_path: Path) -> None:
+def test_events_of_older_versions_are_redacted(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run")
     with run.events.open("a") as file:
         file.write(f"2026-11-22T10:00:00+0000 the server at {URL} died\n")

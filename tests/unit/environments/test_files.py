@@ -339,5 +339,5 @@ def test_faults_of_json_are_named_by_their_place(tmp_path: Path, text: str, mess
         "~nobody-at-all/x",
     ],
 )
-def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+def test_impossible_file_name_is_refused(name: str) -> None:
     assert refusal(Path(name)).hint

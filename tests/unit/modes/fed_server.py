@@ -1,6 +1,6 @@
-"""A server that can be fed, without vLLM: it records what is called in which order, and fails as a test wants it to.
+"""A server that receives weights, without vLLM: it records its calls in order, and fails where a test wants it to.
 
-`FakeSender` stands in for vLLM's sender. It makes the same calls in the same order, and its broadcast hangs like NCCL's
+`FakeSender` stands in for vLLM's sender. It makes the same calls in the same order, and like NCCL's its broadcast hangs
 until every worker has joined.
 """
 
@@ -19,7 +19,7 @@ DEVICE = "cpu"
 VLLM = "0.32.0"
 SLOW_S = 0.3
 LATE_S = 20.0
-"""A broadcast that hangs for so long fails the test."""
+"""A test fails if a broadcast hangs for this long."""
 
 
 @dataclass
@@ -28,29 +28,29 @@ class FedServer:
 
     model: str
     num_workers: int = 1
-    """Of each engine."""
+    """Workers per engine."""
     num_engines: int = 1
     vllm: str = VLLM
     engine: str | None = "nccl"
     is_paused: bool = False
     has_dev_routes: bool = True
     dies_at: str = ""
-    """Route at which it stops to answer."""
+    """Route from which on the server stops answering."""
     is_dead: bool = False
     fails_at: str = ""
-    """Route that answers 500."""
+    """Route that responds with status 500."""
     slow_at: str = ""
     """Route that takes `SLOW_S`, or until it `answers`."""
     answers: threading.Event = field(default_factory=threading.Event)
     drops_prefixes: bool = True
     weight_version: str | None = "default"
-    """What vLLM calls its weights; None: this vLLM has no names for them."""
+    """Name of the served weights; None: this vLLM version does not name them."""
     key: str = ""
-    """What each request has to name; empty: nothing."""
+    """Key that each request must send; empty if none is required."""
     calls: list[str] = field(default_factory=list)
-    """Routes that change something, in the order of their calls."""
+    """Calls of routes that change the server's state, in order."""
     infos: list[dict[str, Any]] = field(default_factory=list)
-    """What came with a handshake."""
+    """Arguments of the handshake."""
     url: str = ""
 
     def answer(self, request: HttpRequest) -> Answer | None:
@@ -65,7 +65,7 @@ class FedServer:
         if request.method == "POST":
             self.calls.append(request.path.lstrip("/"))
         if route == self.fails_at:
-            fault = "size mismatch for q_proj"  # vLLM answers these two routes in another form
+            fault = "size mismatch for q_proj"  # vLLM reports errors on these two routes in a different format
             return as_json({"error": fault if route in ("pause", "resume") else {"message": fault}}, 500)
         if route == "v1/models":
             return as_json({"data": [{"id": self.model, "owned_by": "vllm", "max_model_len": 2048}]})
@@ -137,7 +137,7 @@ class FakeSender:
 
 
 SENDERS: list[FakeSender] = []
-"""All that were opened."""
+"""All opened senders."""
 
 
 def version() -> str:
@@ -145,7 +145,7 @@ def version() -> str:
 
 
 def open_sender(tensors: Mapping[str, Tensor], client: Any, address: str, port: int, workers: int) -> FakeSender:
-    """Meet like vLLM's sender: a worker that does not join is waited for."""
+    """Connect like vLLM's sender, which waits for a worker that does not join."""
     info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": workers + 1}
     with ThreadPoolExecutor(1) as pool:
         if pool.submit(client.init_weight_transfer_engine, info).exception() is not None:

@@ -1,4 +1,4 @@
-"""Both hand-overs of `lora_only` with a fake server that accepts adapters."""
+"""Both handovers of `lora_only` with a fake server that accepts adapters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,12 +30,12 @@ from tests.unit.toy_server import ToyServer
 
 RANK = 4
 EARLIER = ["bridge-adapter-3", "mine"]
-"""Adapters left by an earlier run and served by another user."""
+"""Adapters left by an earlier run, and one served by a different user."""
 
 
 @dataclass
 class FakeProcess:
-    """Starts a new server: new memory, no adapters, version 0, and a new manifest in the same file."""
+    """Starts a new server with new memory, no adapters, version 0, and a new manifest in the same file."""
 
     world: "World"
     started: list[str | Path] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Running:
         return _sees(self.world.server.toy.tensors["model.layers.0.mlp.down_proj.weight"], base)
 
     def adapter_is_in_the_slot(self) -> bool:
-        """Return whether every matrix lies in the server's slot."""
+        """Return whether every matrix is in the server's slot."""
         matches = []
         for name, (a, b) in self.world.server.toy.slots.items():
             module: Any = self.opened.model.get_submodule(name)

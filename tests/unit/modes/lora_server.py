@@ -28,12 +28,12 @@ class LoraServer:
         self.state: FenceState = "serving"
         self.writes: Written = "adapter"
         self.adapters: dict[str, dict[str, Tensor]] = {}
-        """Adapters served by name, besides the seated one."""
+        """Adapters served by name, other than the one in the slot."""
         self.calls: list[str] = []
         self.bodies: dict[str, Any] = {}
-        """The last body of each call."""
+        """The last request body of each call."""
         self.refuses: dict[str, Answer | None] = {}
-        """Answers that override those of some calls."""
+        """Responses that override those of some calls."""
         self.seats: Callable[[float], float] = lambda value: value
         """Transforms each number that is written to a slot."""
 
@@ -72,7 +72,7 @@ class LoraServer:
         )  # fmt: skip
 
     def _load_into_slot(self, folder: Path) -> None:
-        """Fill the slot as vLLM does: B times the scaling, and zeros beyond a smaller rank."""
+        """Fill the slot as vLLM does: B times the scaling, with zeros beyond the adapter's rank."""
         config = json.loads((folder / "adapter_config.json").read_text())
         rank, scaling = config["r"], config["lora_alpha"] / config["r"]
         stored = load_file(folder / "adapter_model.safetensors")

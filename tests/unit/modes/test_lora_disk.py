@@ -1,6 +1,6 @@
 """`lora_only --lora-handover disk`: the base it trains on, and how the server gets each version.
 
-Not covered: what both hand-overs have in common (`test_lora_memory.py`).
+Not covered: what both handovers have in common (`test_lora_memory.py`).
 """
 
 import os
@@ -29,7 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
-    """Check that it is refused with `words`, and return the hint."""
+    """Check that opening is refused with `words`, and return the hint."""
     with pytest.raises(kind, match=words) as caught:
         world.opened("disk", **choices)
     return caught.value.hint
@@ -59,8 +59,8 @@ def test_each_version_has_a_name_and_replaces_the_last(world: World, stock: bool
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_no_run_serves_a_name_of_an_earlier_one(world: World, stock: bool) -> None:
-    """A server that stays keeps prefixes that an adapter of that name has computed, and vLLM finds them by the name."""
+def test_adapter_names_are_never_reused_across_runs(world: World, stock: bool) -> None:
+    """A server that keeps running caches prefixes of earlier adapters, which vLLM looks up by the adapter's name."""
     if not stock:
         world.export()
     choices: dict[str, Any] = {"vllm_port": world.port} if stock else {}
@@ -86,7 +86,7 @@ def test_foreign_adapter_name_is_not_a_version(world: World) -> None:
     assert world.opened("disk").mode.version == 0
 
 
-def test_beside_a_manifest_the_adapter_alone_lies_here(world: World) -> None:
+def test_with_a_manifest_only_the_adapter_is_here(world: World) -> None:
     world.export()
     running = world.opened("disk")
     assert running.opened.weight_bytes == sum(tensor.nbytes for tensor in running.adapter().values()) > 0
@@ -104,7 +104,7 @@ def test_without_a_manifest_the_base_is_a_second_copy(world: World) -> None:
     assert list(world.server.adapters) == ["bridge-adapter-0"]
 
 
-def test_a_second_copy_follows_the_servers_length(world: World) -> None:
+def test_second_copy_follows_the_servers_max_length(world: World) -> None:
     frequencies = tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
     refused(world, UsageError, "the server does not report it", vllm_port=world.port)
     world.server.refuses["GET models"] = as_json({"data": [{"id": "tiny", "max_model_len": 65}]})
@@ -112,7 +112,7 @@ def test_a_second_copy_follows_the_servers_length(world: World) -> None:
     torch.testing.assert_close(running.opened.model.model.rotary_emb.inv_freq, frequencies)
 
 
-def test_a_second_copy_with_other_positions_is_refused(world: World) -> None:
+def test_second_copy_with_unsupported_rope_is_refused(world: World) -> None:
     tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
     world.export(max_model_len=65, model_class="TransformersForCausalLM")
     refused(world, UnsupportedModelError, "vLLM runs it as TransformersForCausalLM")
@@ -152,7 +152,7 @@ def test_a_step_computes_while_the_server_generates(world: World) -> None:
     assert times.pause_s == 0 < times.prepare_s
 
 
-def test_an_interrupt_acts_at_once_before_the_adapter_changes(world: World) -> None:
+def test_interrupt_acts_immediately_while_preparing(world: World) -> None:
     world.export()
     running = world.opened("disk")
     world.server.calls.clear()
@@ -161,7 +161,7 @@ def test_an_interrupt_acts_at_once_before_the_adapter_changes(world: World) -> N
     assert world.server.calls == []
 
 
-def test_a_checkpoint_comes_back_as_its_version_or_the_next(world: World) -> None:
+def test_checkpoint_is_served_as_its_or_the_next_version(world: World) -> None:
     world.export()
     running = world.opened("disk")
     folder = world.folder / "adapter_step_1"
@@ -194,7 +194,7 @@ def test_a_server_without_adapters_is_refused(world: World) -> None:
 
 @pytest.mark.parametrize("answer", [Answer("engine dead", 500), None])
 @pytest.mark.parametrize("call", ["GET models", "POST load_lora_adapter"])
-def test_a_server_that_is_unwell_is_no_fault_of_the_users(world: World, call: str, answer: Answer | None) -> None:
+def test_server_error_is_not_reported_as_a_usage_error(world: World, call: str, answer: Answer | None) -> None:
     world.export()
     mode = world.made("disk")
     world.server.refuses[call] = answer

@@ -62,7 +62,7 @@ def test_step_reaches_every_projection_of_chosen_experts(world: World) -> None:
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])
-def test_a_checkpoint_comes_back_here_and_in_the_server(world: World, handover: str) -> None:
+def test_checkpoint_is_restored_here_and_on_the_server(world: World, handover: str) -> None:
     running = opened(world, handover)
     running.publish()
     saved, folder = running.adapter(), world.folder / "adapter_step_1"
@@ -79,7 +79,7 @@ def test_a_checkpoint_comes_back_here_and_in_the_server(world: World, handover: 
         assert torch.equal(world.server.adapters["bridge-adapter-40"][last], stored[last])
 
 
-def test_a_restored_adapter_is_compared_with_its_slots(world: World) -> None:
+def test_restored_adapter_is_checked_against_its_slots(world: World) -> None:
     running = opened(world)
     folder = world.folder / "adapter_step_1"
     folder.mkdir()
@@ -94,8 +94,8 @@ def test_a_restored_adapter_is_compared_with_its_slots(world: World) -> None:
         stored_tensors.check_adapter(folder, without)
 
 
-def test_an_adapter_that_lacks_some_of_its_experts_is_refused(world: World) -> None:
-    """Where one is missing vLLM would fail, and where all are it would serve none."""
+def test_adapter_without_some_experts_is_refused(world: World) -> None:
+    """If one expert's adapter is missing, vLLM would fail; if all are, it would serve none."""
     running = opened(world)
     folder = world.folder / "adapter_step_1"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""`lora_only --lora-handover memory`: where base and adapter lie, and the order of requests to the server.
+"""`lora_only --lora-handover memory`: where base and adapter are stored, and the order of requests to the server.
 
 Not covered: the adapter itself (`tests/unit/weights/test_adapter.py`).
 """
@@ -35,7 +35,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
-    """Check that it is refused with `words`, and return the hint."""
+    """Check that opening is refused with `words`, and return the hint."""
     with pytest.raises(kind, match=words) as caught:
         world.opened("memory", **choices)
     return caught.value.hint
@@ -57,7 +57,7 @@ def test_opening_unloads_earlier_adapters_and_fills_the_slot(world: World) -> No
     assert running.adapter_is_in_the_slot()
 
 
-def test_the_base_is_the_servers_and_nothing_lies_here(world: World) -> None:
+def test_base_is_shared_and_takes_no_memory_here(world: World) -> None:
     world.export()
     running = world.opened("memory")
     assert running.opened.weight_bytes == 0
@@ -66,7 +66,7 @@ def test_the_base_is_the_servers_and_nothing_lies_here(world: World) -> None:
 
 
 @HANDOVERS
-def test_the_adapter_alone_is_trained_and_the_base_is_frozen(world: World, handover: str) -> None:
+def test_only_the_adapter_is_trained(world: World, handover: str) -> None:
     world.export()
     running = world.opened(handover)
     trained = {name for name, parameter in running.opened.model.named_parameters() if parameter.requires_grad}
@@ -74,7 +74,7 @@ def test_the_adapter_alone_is_trained_and_the_base_is_frozen(world: World, hando
     assert all("lora_" in name for name in trained)
 
 
-def test_the_other_slots_are_left_alone(world: World) -> None:
+def test_other_slots_are_not_changed(world: World) -> None:
     world.export()
     world.opened("memory").publish()
     others = [side[0, 0] for pair in world.server.toy.slots.values() for side in pair]
@@ -103,7 +103,7 @@ def test_a_step_may_use_the_sleeping_kv_caches_memory(world: World) -> None:
     assert world.server.bodies["POST pause"]["sleep"] is True
 
 
-def test_the_first_adapter_repairs_before_a_checkpoint(world: World) -> None:
+def test_initial_adapter_repairs_before_a_checkpoint(world: World) -> None:
     world.export()
     running = world.opened("memory")
     before = running.adapter()
@@ -117,7 +117,7 @@ def test_the_first_adapter_repairs_before_a_checkpoint(world: World) -> None:
 
 
 @HANDOVERS
-def test_a_checkpoint_comes_back_here_and_in_the_server(world: World, handover: str) -> None:
+def test_checkpoint_is_restored_here_and_on_the_server(world: World, handover: str) -> None:
     world.export()
     running = world.opened(handover)
     running.publish()
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_restored_on_a_torn_server(world: World) -> None:
     assert world.server.bodies["POST pause"]["last_checkpoint"] == str(folder)
 
 
-def test_a_misfitting_adapter_is_refused_before_a_pause(world: World) -> None:
+def test_mismatched_adapter_is_refused_before_a_pause(world: World) -> None:
     world.export()
     running = world.opened("memory")
     folder = world.folder / "adapter_step_1"
@@ -180,7 +180,7 @@ def test_a_run_that_resumes_does_not_repair_torn_weights(world: World) -> None:
     refused(world, AttachError, "the weights may be half-written", resumes=True)
 
 
-def test_slots_of_another_rank_are_refused(world: World) -> None:
+def test_slots_with_a_different_rank_are_refused(world: World) -> None:
     world.export()
     hint = refused(world, AttachError, f"slots have rank {RANK}, but the adapter has rank 2", lora_r=2)
     for way_out in (f"--lora-r {RANK};", "bridge serve-vllm --max-lora-rank 2", "--lora-handover disk"):
@@ -189,7 +189,7 @@ def test_slots_of_another_rank_are_refused(world: World) -> None:
     assert world.scratch_folders() == []
 
 
-def test_slots_of_other_shapes_are_refused(world: World) -> None:
+def test_slots_with_different_shapes_are_refused(world: World) -> None:
     slots = world.server.toy.manifest.shards[0].lora_slots
     first, other = (f"model.layers.0.self_attn.{name}" for name in ("k_proj", "q_proj"))
     world.export(lora_slots={**slots, first: slots[other]})
@@ -213,14 +213,14 @@ def test_a_server_without_slots_is_refused(world: World) -> None:
     assert hint == f"bridge serve-vllm --max-lora-rank {RANK}, without --fully-sharded-loras"
 
 
-def test_an_adapter_that_the_server_refuses_leaves_no_trace(world: World) -> None:
+def test_adapter_refused_by_the_server_leaves_no_files(world: World) -> None:
     world.export()
     world.server.refuses["POST adapter"] = as_json({"error": "no room", "hint": "make some"}, 409)
     assert refused(world, AttachError, "no room") == "make some"
     assert not world.scratch.exists()
 
 
-def test_a_slot_with_other_contents_is_refused(world: World) -> None:
+def test_slot_with_unexpected_contents_is_refused(world: World) -> None:
     world.export()
     world.server.seats = lambda value: 2 * value
     refused(world, AttachError, "does not hold the adapter")
@@ -233,7 +233,7 @@ def test_a_base_that_cannot_be_attached_is_refused(world: World) -> None:
     assert world.server.calls == ["POST lease"]
 
 
-def test_no_manifest_is_refused_with_both_ways_out(world: World) -> None:
+def test_missing_manifest_error_offers_both_fixes(world: World) -> None:
     hint = refused(world, UsageError, "trains the adapter in vLLM's own memory, but no manifest")
     assert "bridge serve-vllm --max-lora-rank" in hint
     assert "--lora-handover disk" in hint
@@ -270,7 +270,7 @@ def test_a_named_manifest_that_is_missing_is_an_error(world: World, handover: st
 
 
 @HANDOVERS
-def test_another_model_than_the_one_served_is_refused(world: World, handover: str) -> None:
+def test_model_that_is_not_served_is_refused(world: World, handover: str) -> None:
     exported = world.export()
     shutil.copytree(exported.model, world.folder / "other")
     with pytest.raises(ManifestError, match=f"the server serves {exported.model}"):
@@ -298,9 +298,9 @@ def test_parameters_survive_a_restart_of_the_server(world: World, handover: str)
 
 
 def revived(ranks: Ranks, folder: Path, handover: str) -> tuple[int, int]:
-    """Lose the second rank's server before it publishes; return the versions then and after the next step."""
+    """Kill the second rank's server before it publishes; return the versions then and after the next step."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
-        patched.setattr(tiny, "write", lambda _, own: own)  # transformers would write on the first rank alone
+        patched.setattr(tiny, "write", lambda _, own: own)  # transformers would write on the first rank only
         patched.setattr(BridgeClient, "digests", lambda *_, **__: {})
         world = stack.enter_context(world_in(folder / str(ranks.rank), patched))
         world.ranks = ranks

@@ -55,7 +55,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 @dataclass
 class FakeProcess:
-    """Records the model that it is started with, and what is on disk at that moment."""
+    """Records the model with which it is started, and the folders on disk at that moment."""
 
     started: list[str] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def restarting(folder: Path, tmp_path: Path) -> Callable[..., Running]:
     return start
 
 
-def test_a_server_that_was_not_started_by_us_is_not_restarted(folder: Path, tmp_path: Path) -> None:
+def test_server_not_started_by_bridge_is_not_restarted(folder: Path, tmp_path: Path) -> None:
     config = TrainConfig.of(model_name=str(folder), mode="none")
     with pytest.raises(UsageError, match="did not start this server") as caught:
         Restart(config, context(tmp_path))
@@ -122,7 +122,7 @@ def test_a_server_that_was_not_started_by_us_is_not_restarted(folder: Path, tmp_
         assert way_out in caught.value.hint
 
 
-def test_the_copy_is_the_trainers_own_and_counted(folder: Path, tmp_path: Path) -> None:
+def test_trainers_own_copy_is_counted(folder: Path, tmp_path: Path) -> None:
     mode = Restart(TrainConfig.of(model_name=str(folder), mode="none"), context(tmp_path, FakeProcess()))
     opened = mode.open()
     assert equal(weights(opened.model), stored(folder))
@@ -131,7 +131,7 @@ def test_the_copy_is_the_trainers_own_and_counted(folder: Path, tmp_path: Path) 
     assert opened.open_s > 0
 
 
-def test_the_copy_follows_the_servers_length(folder: Path, tmp_path: Path) -> None:
+def test_copy_follows_the_servers_max_length(folder: Path, tmp_path: Path) -> None:
     frequencies = tiny.with_longrope(folder, 64)
     listed = as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 65}]})
     with serving(lambda _: listed) as server:
@@ -156,7 +156,10 @@ def test_each_step_restarts_the_server_with_new_weights(restarting: Callable[...
         assert equal(running.process.weights, weights(running.model))
         assert Path(running.process.started[-1]).is_absolute()
         older = [f"version_{version - 1}"] if version > 1 else []
-        assert running.process.beside == [*older, f"version_{version}"]  # the old one goes once the new one is served
+        assert running.process.beside == [
+            *older,
+            f"version_{version}",
+        ]  # the old version is removed once the new one is served
         assert running.scratch_folders() == [f"version_{version}"]
 
 
@@ -177,7 +180,7 @@ def test_the_server_restarts_every_interval_steps(
     assert len(running.process.started) == 3
 
 
-def test_times_are_of_writing_and_of_saving_with_restarting(restarting: Callable[..., Running]) -> None:
+def test_times_separate_writing_from_saving_and_restart(restarting: Callable[..., Running]) -> None:
     running = restarting()
     times = running.timed()
     assert times.pause_s == 0
@@ -226,7 +229,7 @@ def test_a_server_dead_before_any_step_restarts_with_the_model(
     running.mode.revive(None)
     assert (running.process.started, running.mode.version) == ([str(folder)], 1)
     running.publish()
-    assert len(running.process.started) == 1  # two steps from here on, as at the start
+    assert len(running.process.started) == 1  # the interval restarts here
 
 
 @pytest.mark.parametrize(("version", "expected"), [(7, 7), (0, 2)])
@@ -243,7 +246,7 @@ def test_a_checkpoint_is_restored_here_and_on_the_server(
     assert running.mode.version == expected
 
 
-def test_another_models_checkpoint_is_refused(restarting: Callable[..., Running], tmp_path: Path) -> None:
+def test_checkpoint_of_a_different_model_is_refused(restarting: Callable[..., Running], tmp_path: Path) -> None:
     running = restarting()
     before = weights(running.model)
     with pytest.raises(UsageError):
@@ -252,7 +255,7 @@ def test_another_models_checkpoint_is_refused(restarting: Callable[..., Running]
     assert running.process.started == []
 
 
-def test_nothing_but_checkpoints_is_left_at_the_end(restarting: Callable[..., Running]) -> None:
+def test_only_checkpoints_are_left_at_the_end(restarting: Callable[..., Running]) -> None:
     running = restarting()
     running.publish()
     running.mode.close()
@@ -322,14 +325,14 @@ def test_in_place_loads_between_pause_and_publish(in_place: Callable[..., Attach
     assert not running.scratch.exists()
 
 
-def test_in_place_removes_remains_of_a_failed_reload(in_place: Callable[..., Attached]) -> None:
+def test_in_place_removes_leftovers_of_a_failed_reload(in_place: Callable[..., Attached]) -> None:
     running = in_place()
     (running.scratch / "version_7").mkdir(parents=True)
     running.publish()
     assert running.scratch_folders() == []
 
 
-def test_in_place_the_trainer_writes_into_a_copy_of_its_own(in_place: Callable[..., Attached]) -> None:
+def test_in_place_trainer_writes_into_its_own_copy(in_place: Callable[..., Attached]) -> None:
     running = in_place(vllm_restart_interval=2)
     before = running.live()
     assert running.publish() == 0
@@ -378,7 +381,7 @@ def test_in_place_restores_a_checkpoint_on_a_torn_server(
     assert equal(weights(running.model), stored(running.toy.manifest.model))
 
 
-def test_in_place_the_model_has_to_be_the_servers(in_place: Callable[..., Attached], folder: Path) -> None:
+def test_in_place_requires_the_servers_model(in_place: Callable[..., Attached], folder: Path) -> None:
     shutil.copytree(folder, folder.with_name("other"))
     with pytest.raises(ManifestError, match="the server serves"):
         in_place(model_name=str(folder.with_name("other")))
@@ -395,7 +398,7 @@ class Letters:
         return float(ord(completion[0]) % 7)
 
 
-def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: Path) -> None:
+def test_server_with_only_the_protocol_can_be_trained(folder: Path, tmp_path: Path) -> None:
     tokenizer = skeleton.tokenizer(str(folder))
     assert ids_by_text(tokenizer)("A") == (36,)
     process, asked_before = FakeProcess(), []
@@ -410,7 +413,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
         summary = Run(config, Letters(), run, Listener(), process=process).train()
     assert (summary.steps, summary.weight_version) == (2, 1)
     assert summary.weight_bytes > 0
-    assert asked_before == [2]  # two groups per step, then the restart; none after the last step, when the server ends
+    assert asked_before == [2]  # two groups per step, then the restart; no restart after the last step
     assert not equal(process.weights, stored(tmp_path / "saved" / "step_2"))
     assert not equal(process.weights, stored(folder))
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The mode `none` on several ranks: each has a copy and a server, and all of them stay equal."""
+"""The mode `none` on several ranks: each has its own copy and server, and all stay equal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Server:
-    """A server of any kind, which can be dead."""
+    """A server process that may be dead."""
 
     def __init__(self, folder: Path) -> None:
         tokenizer = skeleton.tokenizer(str(folder))
@@ -81,7 +81,7 @@ def test_every_server_gets_each_version_from_its_own_rank(folder: Path) -> None:
 
 
 def revived(ranks: Ranks, folder: Path, num_behind: int) -> tuple[int, int, int]:
-    """Lose the second rank's server `num_behind` steps after a reload; return the restarts and the version then."""
+    """Kill the second rank's server `num_behind` steps after a reload; return the restarts and the new version."""
     with restarting(ranks, folder, vllm_restart_interval=2) as (running, server):
         for _ in range(2 + num_behind):
             running.publish()
@@ -100,13 +100,13 @@ def revived(ranks: Ranks, folder: Path, num_behind: int) -> tuple[int, int, int]
 
 
 @pytest.mark.parametrize(("num_behind", "restarts"), [(0, [0, 1]), (1, [1, 1])])
-def test_a_dead_server_restarts_alone_if_all_are_up_to_date(folder: Path, num_behind: int, restarts: list[int]) -> None:
+def test_only_the_dead_server_restarts_if_all_are_current(folder: Path, num_behind: int, restarts: list[int]) -> None:
     results = on_ranks(2, revived, folder, num_behind)
     assert results == [(count, 2, 2 + count) for count in restarts]
 
 
 def failed(ranks: Ranks, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
-    """Let the second rank's server not come up again."""
+    """Make the restart of the second rank's server fail."""
     with restarting(ranks, folder) as (running, _):
         running.publish()
         running.process.fails = ranks.rank == 1
@@ -121,7 +121,7 @@ def failed(ranks: Ranks, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
         return [*outcome, running.mode.version], running.process.weights
 
 
-def test_a_restart_that_fails_is_no_version_on_any_rank(folder: Path) -> None:
+def test_failed_restart_publishes_no_version_on_any_rank(folder: Path) -> None:
     first, second = on_ranks(2, failed, folder)
     assert first[0] == second[0] == ["it does not come up", 1, 2]
     assert equal(first[1], second[1])
@@ -131,7 +131,7 @@ def test_a_restart_that_fails_is_no_version_on_any_rank(folder: Path) -> None:
 def in_place(ranks: Ranks, folder: Path, **choices: Any) -> Iterator[Attached]:
     own = folder.parent / str(ranks.rank)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tiny, "write", lambda *_: folder)  # both serve one model
+        patched.setattr(tiny, "write", lambda *_: folder)  # both ranks serve the same model
         toy = toy_server.serve(tiny.llama(), folder)
     routes = FakeRoutes(toy, version=0)
     with serving(routes) as http:
@@ -146,7 +146,7 @@ def in_place(ranks: Ranks, folder: Path, **choices: Any) -> Iterator[Attached]:
 
 
 def reloaded(ranks: Ranks, folder: Path) -> list[int]:
-    """Lose the second rank's server one step after a reload; return the versions."""
+    """Kill the second rank's server one step after a reload; return the versions."""
     with in_place(ranks, folder, vllm_restart_interval=2) as running:
         versions = [running.publish() for _ in range(3)]
         client = running.mode._server.client  # type: ignore[union-attr]
@@ -169,12 +169,12 @@ def reloaded(ranks: Ranks, folder: Path) -> list[int]:
         return [*versions, running.mode.version, running.publish(), running.publish()]
 
 
-def test_in_place_all_servers_catch_up_after_one_died(folder: Path) -> None:
+def test_all_servers_catch_up_in_place_after_one_died(folder: Path) -> None:
     assert on_ranks(2, reloaded, folder) == [[0, 1, 1, 3, 3, 4]] * 2
 
 
 def ran(ranks: Ranks, folder: Path, last: int, dies: bool = False) -> tuple[int, list[str], dict[str, Tensor]]:
-    """Train up to step `last`, from the newest checkpoint; return the version, and what the server was started with.
+    """Train up to step `last`, from the newest checkpoint; return the version, and the models that the server served.
 
     The second rank's server may die before the second step.
     """
@@ -213,7 +213,7 @@ def test_copies_train_in_lockstep_and_resume_on_any_size(folder: Path) -> None:
     assert checkpoint.read(saved / "step_6").progress.step == 6
 
 
-def test_a_server_dead_between_steps_loses_no_step(folder: Path) -> None:
+def test_server_death_between_steps_loses_no_step(folder: Path) -> None:
     (version, begun, one), (_, begun_too, other) = on_ranks(2, ran, folder, 3, True)
     assert version == 3
     assert equal(one, other)
@@ -221,7 +221,7 @@ def test_a_server_dead_between_steps_loses_no_step(folder: Path) -> None:
     assert [Path(path).name for path in begun_too] == ["version_1", "step_1", "version_3"]
 
 
-def test_a_disk_that_is_full_on_one_rank_ends_all_of_them(folder: Path) -> None:
+def test_full_disk_on_one_rank_stops_all_ranks(folder: Path) -> None:
     for error in on_ranks(2, without_room, folder):
         assert isinstance(error, BridgeError)
         assert "no room" in str(error)

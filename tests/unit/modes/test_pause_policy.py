@@ -1,4 +1,4 @@
-"""When the server pauses and its KV cache sleeps, by the choices and by what is measured."""
+"""When the server pauses and its KV cache sleeps, depending on settings and measurements."""
 
 from dataclasses import replace
 
@@ -29,14 +29,14 @@ PAUSES = [
 
 @pytest.mark.parametrize(("kv_sleep", "can_sleep", "sleeps"), KV_SLEEP)
 @pytest.mark.parametrize(("pause", "max_staleness", "shares_gpu", "stops"), PAUSES)
-def test_choices_and_server_decide_the_policy(
+def test_settings_and_server_determine_the_policy(
     kv_sleep: str, can_sleep: bool, sleeps: bool | None, pause: bool | None, max_staleness: int, shares_gpu: bool,
     stops: bool,
 ) -> None:  # fmt: skip
     choices = PublishingConfig.model_validate({"kv_sleep": kv_sleep, "pause_while_training": pause})
     policy = PausePolicy.of(choices, max_staleness=max_staleness, can_sleep=can_sleep, shares_gpu=shares_gpu)
     assert policy == PausePolicy(kv_sleeps=sleeps, stops_sampling=stops)
-    for measured in (True, False, None):  # what the first batch needs, where nothing else decides
+    for measured in (True, False, None):  # decided by the first batch if nothing else decides
         decided = replace(policy, kv_sleeps=measured) if policy.kv_sleeps is None else policy
         assert decided.computes_inside == (bool(decided.kv_sleeps) or stops)
 

@@ -1,4 +1,4 @@
-"""The mode `shared_vllm`: which server it uses, and which version it knows."""
+"""The mode `shared_vllm`: which server it uses, and which version it tracks."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ from tests.unit.toy_server import ToyServer
 Digests = tuple[dict[str, str], dict[str, str]]
 PLAIN: Digests = {"w": "1"}, {}
 FP8, STALE = ({"w": "1"}, {"w": "f"}), ({"w": "1"}, {"w": "0"})
-"""Digests of a server's weights, and of the FP8 made of them."""
+"""Digests of a server's weights and of their FP8 copies."""
 RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"))
 
 
@@ -58,7 +58,7 @@ def paths(server: HttpServer) -> list[str]:
     return [request.path.removeprefix("/bridge/") for request in server.requests]
 
 
-def test_the_version_is_known_from_start_to_end(tmp_path: Path) -> None:
+def test_version_is_tracked_from_start_to_end(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path, in_flight="abort"), RUN)
         assert (mode.version, mode.endpoint.url) == (7, server.url)
@@ -72,7 +72,7 @@ def test_the_version_is_known_from_start_to_end(tmp_path: Path) -> None:
     ("choice", "reported", "replayed"),
     [(None, (4, 2), (4, 2)), (True, (4, 2), (4, 2)), (False, (4, 2), None), (None, None, None)],
 )
-def test_experts_are_replayed_where_the_server_reports_them(
+def test_experts_are_replayed_if_the_server_reports_them(
     tmp_path: Path, choice: bool | None, reported: tuple[int, int] | None, replayed: tuple[int, int] | None
 ) -> None:
     with serving(FakeRoutes(experts=reported)) as server:
@@ -82,13 +82,13 @@ def test_experts_are_replayed_where_the_server_reports_them(
         mode.close()
 
 
-def test_router_replay_without_a_server_that_reports_experts_is_refused(tmp_path: Path) -> None:
+def test_router_replay_without_reported_experts_is_refused(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server, pytest.raises(UsageError, match="does not report the experts of each token"):
         SharedVllm(config(server, tmp_path, router_replay=True), RUN)
     assert paths(server) == ["lease", "lease"], "it was given back"
 
 
-def test_an_interrupt_in_the_fence_waits_for_the_version(tmp_path: Path) -> None:
+def test_interrupt_in_the_fence_waits_for_the_version(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         with pytest.raises(KeyboardInterrupt):
@@ -97,7 +97,7 @@ def test_an_interrupt_in_the_fence_waits_for_the_version(tmp_path: Path) -> None
         mode.close()
 
 
-def test_preparing_inside_the_fence_has_the_kv_caches_memory(tmp_path: Path) -> None:
+def test_preparing_may_use_the_kv_caches_memory(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         requests_before: list[list[str]] = []
@@ -124,7 +124,7 @@ def test_failure_before_writing_keeps_the_version(tmp_path: Path) -> None:
     assert paths(server) == ["lease", "pause", "resume", "lease"]
 
 
-def test_a_server_tells_that_it_cannot_free_its_kv_cache(tmp_path: Path) -> None:
+def test_server_reports_whether_its_kv_cache_can_sleep(tmp_path: Path) -> None:
     with serving(FakeRoutes(can_sleep=False)) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         assert not mode.can_sleep
@@ -140,13 +140,13 @@ def test_a_torn_server_is_refused_unless_the_run_resumes(tmp_path: Path, resume:
         assert paths(server) == ["lease", "lease"]
 
 
-def test_a_run_that_goes_on_takes_torn_weights(tmp_path: Path) -> None:
+def test_resuming_run_accepts_torn_weights(tmp_path: Path) -> None:
     with serving(FakeRoutes(state="torn")) as server:
         SharedVllm(config(server, tmp_path), replace(RUN, resumes=True)).close()
 
 
 class FakeProcess:
-    """A new server in place of the old one, with its own memory and manifest."""
+    """Replaces the old server with a new one, which has its own memory and manifest."""
 
     def __init__(self, toy: ToyServer, url: str, path: Path) -> None:
         self._toy, self._url, self._path = toy, url, path
@@ -157,7 +157,7 @@ class FakeProcess:
         manifests.write(self._toy.edited(url=self._url, token="new"), self._path)
 
 
-def test_after_a_restart_parameters_are_the_new_servers(tmp_path: Path) -> None:
+def test_parameters_follow_a_restarted_server(tmp_path: Path) -> None:
     old, new = (toy_server.serve(tiny.llama(), tmp_path / name) for name in ("model", "new"))
     path = tmp_path / manifests.MANIFEST_NAME
     with serving(FakeRoutes()) as server, serving(FakeRoutes(can_sleep=False)) as other:
@@ -178,7 +178,7 @@ def test_after_a_restart_parameters_are_the_new_servers(tmp_path: Path) -> None:
     assert {request.headers["authorization"] for request in other.requests} == {"Bearer new"}
 
 
-def test_another_model_is_refused_before_any_request(tmp_path: Path) -> None:
+def test_different_model_is_refused_before_any_request(tmp_path: Path) -> None:
     with (
         serving(FakeRoutes()) as server,
         pytest.raises(ManifestError, match="serves tiny, expected big"),
@@ -188,7 +188,7 @@ def test_another_model_is_refused_before_any_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_host", [True, False])
-def test_a_given_port_overrules_the_manifests_address(tmp_path: Path, with_host: bool) -> None:
+def test_given_port_overrides_the_manifests_url(tmp_path: Path, with_host: bool) -> None:
     with serving(FakeRoutes()) as server, serving(FakeRoutes()) as other:
         port = int(other.url.rpartition(":")[2])
         choices = {"vllm_port": port, **({"vllm_host": "127.0.0.1"} if with_host else {})}
@@ -206,7 +206,7 @@ def test_a_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [SharedVllm, InPlace])
-def test_beside_another_trainer_it_does_not_start(tmp_path: Path, mode: Callable[..., Mode]) -> None:
+def test_second_trainer_on_a_server_does_not_start(tmp_path: Path, mode: Callable[..., Mode]) -> None:
     words = "another trainer (pid 4711, run runs/first) is updating this server"
     with serving(lambda _: as_json({"error": words, "hint": "wait"}, 409)) as server:
         choices = config(server, tmp_path, mode="none", reload="in-place") if mode is InPlace else None
@@ -215,7 +215,7 @@ def test_beside_another_trainer_it_does_not_start(tmp_path: Path, mode: Callable
     assert (refused.value.message, paths(server)) == (words, ["lease"])
 
 
-def test_each_update_names_the_version_it_follows(tmp_path: Path) -> None:
+def test_each_update_sends_the_version_it_follows(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         for _ in range(2):
@@ -226,7 +226,7 @@ def test_each_update_names_the_version_it_follows(tmp_path: Path) -> None:
     assert [body["after"] for body in publications] == [7, 8]
 
 
-def test_a_server_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
+def test_unresponsive_server_is_reported_immediately(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         pass
     with pytest.raises(ServerUnreachableError):
@@ -234,7 +234,7 @@ def test_a_server_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
 
 
 class Restarted(FakeRoutes):
-    """A server that publishes under the version that it gets, unless it is already past that."""
+    """A server that publishes the requested version, unless its own is already higher."""
 
     def __call__(self, request: HttpRequest) -> Answer:
         if request.path == "/bridge/publish":
@@ -243,7 +243,7 @@ class Restarted(FakeRoutes):
 
 
 def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:
-    """Lose the second rank's server before it publishes; return the versions known and served in the end."""
+    """Kill the second rank's server before it publishes; return the final versions, as tracked and as served."""
     routes, own = Restarted(), folder / str(ranks.rank)
     own.mkdir()
     with serving(routes) as server:
@@ -272,7 +272,7 @@ def test_all_servers_serve_one_version_after_one_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("served", [(PLAIN, FP8), (FP8, PLAIN), (FP8, STALE)])
-def test_replicas_that_serve_other_fp8_are_refused(served: tuple[Any, Any]) -> None:
+def test_replicas_with_different_fp8_are_refused(served: tuple[Any, Any]) -> None:
     def gathered(digests: Callable[[], object]) -> list[object]:
         answers = []
         for of_weights, of_fp8 in served:

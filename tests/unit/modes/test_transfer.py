@@ -1,4 +1,4 @@
-"""`none --reload transfer`: what is called in which order, what is refused before, and what a failure leaves."""
+"""`none --reload transfer`: the order of calls, what is refused beforehand, and the state after failures."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ SOON_S = 10.0
 
 @dataclass
 class FakeProcess:
-    """A server that can be restarted: a dead one answers again."""
+    """A server that can be restarted: a dead one then answers again."""
 
     server: FedServer
     started: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class FakeProcess:
 
 
 class FakeReceiver:
-    """Stands in for a server of Bridge, which refuses."""
+    """Stands in for a Bridge server that refuses."""
 
     def __init__(self, exported: Any, run: str, *, timeout_s: float) -> None:
         self.url = exported.url
@@ -64,7 +64,7 @@ class FakeReceiver:
         raise AttachError("this one is of Bridge", hint="")
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Fed:
     mode: Transfer
     servers: tuple[FedServer, ...]
     notes: list[str]
-    """What the run logs."""
+    """The lines that the run logs."""
 
     def write(self) -> None:
         with torch.no_grad():
@@ -84,7 +84,7 @@ class Fed:
         return publish(self.mode.publish(Update()), self.write).version
 
     def calls(self) -> list[list[str]]:
-        """Return what was called since the last time."""
+        """Return the calls since the last time."""
         calls = [[*server.calls] for server in self.servers]
         for server in self.servers:
             server.calls.clear()
@@ -98,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def feeding(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fed]]:
-    """Connect a trainer to servers of that model."""
+    """Connect a trainer to servers of the model."""
     monkeypatch.setattr(transfer, "SENDER", fed_server.__name__)
     monkeypatch.setattr(fed_server, "SENDERS", [])
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def opened(feeding: Callable[..., Fed], folder: Path) -> Callable[..., Fed]:
     return open_both
 
 
-def test_all_servers_are_paused_fed_and_resumed_together(feeding: Callable[..., Fed], folder: Path) -> None:
+def test_all_servers_pause_receive_and_resume_together(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder), num_workers=2), FedServer(str(folder)))
     assert fed.calls() == [[], []]
     fed.mode.open()
@@ -143,7 +143,7 @@ def test_all_servers_are_paused_fed_and_resumed_together(feeding: Callable[..., 
     assert [sent[NORM][0].item() for sent in sender.sent] == [1, 2, 3]
 
 
-def test_every_request_names_the_key(
+def test_every_request_sends_the_key(
     feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(api_key.VARIABLE, "key")
@@ -155,7 +155,7 @@ def test_every_request_names_the_key(
         feeding(FedServer(str(folder), key="key"))
 
 
-def test_each_worker_joins_under_a_rank_of_its_own(opened: Callable[..., Fed]) -> None:
+def test_each_worker_joins_with_its_own_rank(opened: Callable[..., Fed]) -> None:
     infos = [info for server in opened().servers for info in server.infos]
     assert [info["rank_offset"] for info in infos] == [1, 3]
     assert {info["world_size"] for info in infos} == {4}
@@ -171,7 +171,7 @@ def test_workers_of_all_data_parallel_engines_join(feeding: Callable[..., Fed], 
     assert [(info["rank_offset"], info["world_size"]) for info in infos] == [(1, 6), (5, 6)]
 
 
-def test_rollouts_of_all_servers_have_the_requests_version(opened: Callable[..., Fed]) -> None:
+def test_rollouts_of_all_servers_have_the_request_version(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.publish()
     first = fed.mode.endpoint
@@ -221,7 +221,7 @@ def test_unsupported_server_is_refused_and_unchanged(
 
 
 @pytest.mark.parametrize("second", ["{url}", "{url}/", "{port}", "localhost:{port}", "http://localhost:{port}"])
-def test_a_server_that_is_named_twice_is_refused(feeding: Callable[..., Fed], folder: Path, second: str) -> None:
+def test_server_named_twice_is_refused(feeding: Callable[..., Fed], folder: Path, second: str) -> None:
     server = FedServer(str(folder))
     with fed_server.running(server):
         name = second.format(url=server.url, port=server.url.rpartition(":")[2])
@@ -236,7 +236,7 @@ def test_invalid_address_is_refused(feeding: Callable[..., Fed], name: str) -> N
         feeding(servers=name)
 
 
-def test_a_manifest_that_is_missing_is_no_address(feeding: Callable[..., Fed], tmp_path: Path) -> None:
+def test_missing_manifest_is_not_taken_for_an_address(feeding: Callable[..., Fed], tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=f"no manifest at {tmp_path / 'none.json'}"):
         feeding(servers="", vllm_config_path=tmp_path / "none.json")
 
@@ -263,9 +263,7 @@ def test_a_trainer_on_a_cpu_is_refused(
 
 
 @pytest.mark.parametrize("fault", [{"dies_at": "pause"}, {"fails_at": "pause"}, {"drops_prefixes": False}])
-def test_if_one_cannot_pause_the_others_keep_the_last_version(
-    opened: Callable[..., Fed], fault: dict[str, Any]
-) -> None:
+def test_if_one_cannot_pause_the_others_keep_their_version(opened: Callable[..., Fed], fault: dict[str, Any]) -> None:
     fed = opened()
     fed.servers[0].slow_at = "pause"
     for name, value in fault.items():
@@ -280,7 +278,7 @@ def test_if_one_cannot_pause_the_others_keep_the_last_version(
 
 @pytest.mark.parametrize("fault", ["fails_at", "dies_at"])
 def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], fault: str) -> None:
-    """The first one cannot undo its pause, after the second one could not pause."""
+    """The first server cannot undo its pause after the second one failed to pause."""
     fed = opened()
     fed.servers[1].slow_at = "pause"
     setattr(fed.servers[0], fault, "resume")
@@ -311,9 +309,7 @@ def test_rejected_key_while_undoing_a_pause_hides_no_error(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("route", ["start_weight_update", "update_weights", "finish_weight_update"])
 @pytest.mark.parametrize("way", ["dies_at", "fails_at"])
-def test_a_receiver_that_fails_inside_ends_the_run_and_none_resumes(
-    opened: Callable[..., Fed], route: str, way: str
-) -> None:
+def test_receiver_failing_mid_transfer_leaves_all_paused(opened: Callable[..., Fed], route: str, way: str) -> None:
     fed = opened()
     setattr(fed.servers[1], way, route)
     start = time.perf_counter()
@@ -327,7 +323,7 @@ def test_a_receiver_that_fails_inside_ends_the_run_and_none_resumes(
     assert fed.mode.version == 0
 
 
-def test_a_server_that_refuses_a_name_serves_whole_weights(opened: Callable[..., Fed]) -> None:
+def test_server_that_refuses_a_name_has_complete_weights(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.servers[1].fails_at = "update_weight_version"
     with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/update_weight_version answered 500"):
@@ -336,7 +332,7 @@ def test_a_server_that_refuses_a_name_serves_whole_weights(opened: Callable[...,
     assert not any(server.is_paused for server in fed.servers)
 
 
-def test_a_server_that_does_not_resume_has_whole_weights(opened: Callable[..., Fed]) -> None:
+def test_server_that_does_not_resume_has_complete_weights(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.servers[1].fails_at = "resume"
     with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/resume answered 500: size") as caught:
@@ -347,7 +343,7 @@ def test_a_server_that_does_not_resume_has_whole_weights(opened: Callable[..., F
     assert [server.is_paused for server in fed.servers] == [False, True]
 
 
-def test_a_worker_that_cannot_join_is_not_waited_for_and_all_resume(feeding: Callable[..., Fed], folder: Path) -> None:
+def test_all_resume_if_a_worker_cannot_join(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder)), FedServer(str(folder), fails_at="init_weight_transfer_engine"))
     start = time.perf_counter()
     with pytest.raises(ServerUnreachableError, match="size mismatch"):
@@ -357,7 +353,7 @@ def test_a_worker_that_cannot_join_is_not_waited_for_and_all_resume(feeding: Cal
     assert not any(server.is_paused for server in fed.servers)
 
 
-def test_ctrl_c_acts_while_workers_join_and_all_resume(
+def test_ctrl_c_while_workers_join_resumes_all(
     feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -373,7 +369,7 @@ def test_ctrl_c_acts_while_workers_join_and_all_resume(
     assert fed.calls() == [[*PAUSE, "resume"]] * 2
 
 
-def test_a_server_that_ipv4_does_not_reach_is_named_and_all_resume(
+def test_all_resume_if_a_server_has_no_ipv4(
     feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = feeding(FedServer(str(folder)), FedServer(str(folder)))
@@ -383,7 +379,7 @@ def test_a_server_that_ipv4_does_not_reach_is_named_and_all_resume(
     assert fed.calls() == [[*PAUSE, "resume"]] * 2
 
 
-def test_an_error_of_nccl_is_one_line(opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_error_is_reported_in_one_line(opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch) -> None:
     fed = opened()
 
     def fails() -> None:
@@ -396,7 +392,7 @@ def test_an_error_of_nccl_is_one_line(opened: Callable[..., Fed], monkeypatch: p
     assert fed.servers[0].is_paused
 
 
-def test_no_thread_waits_for_a_server_after_an_error_of_nccl(
+def test_no_thread_waits_for_a_server_after_an_nccl_error(
     opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = opened()
@@ -411,12 +407,12 @@ def test_no_thread_waits_for_a_server_after_an_error_of_nccl(
     fed.servers[1].slow_at = "update_weights"
     with pytest.raises(AttachError, match="could not be sent: NCCL error"):
         fed.publish()
-    pool.shutdown(wait=True)  # as the interpreter does at its end
+    pool.shutdown(wait=True)  # as the interpreter does at exit
     assert "update_weights" not in fed.servers[1].calls, "it has not answered yet"
     fed.servers[1].answers.set()
 
 
-def test_a_server_that_failed_is_named_if_nccl_reports_that_its_broadcast_was_ended(
+def test_failed_server_is_named_if_nccl_was_aborted(
     opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = opened()
@@ -439,8 +435,8 @@ def test_a_server_that_failed_is_named_if_nccl_reports_that_its_broadcast_was_en
 
 
 @pytest.mark.parametrize("name", ["default", "theirs: version 1"])
-def test_rollouts_of_other_weights_are_not_trained_on(opened: Callable[..., Fed], name: str) -> None:
-    """As a server reports them that something else restarted, or that another trainer feeds."""
+def test_rollouts_from_unknown_weights_are_not_trained_on(opened: Callable[..., Fed], name: str) -> None:
+    """For example, if something else restarted the server, or another trainer sent it weights."""
     fed = opened()
     fed.publish()
     assert all(str(server.weight_version).startswith("ours: version 1") for server in fed.servers)
@@ -459,7 +455,7 @@ def test_rollouts_of_other_weights_are_not_trained_on(opened: Callable[..., Fed]
 
 
 def checked(ranks: Ranks, folder: Path) -> str:
-    """Rename the weights of the second rank's server, and return what the check raises here."""
+    """Rename the weights on the second rank's server, and return what the check raises on this rank."""
     with pytest.MonkeyPatch.context() as patched, fed_server.running(server := FedServer(str(folder))):
         patched.setattr(transfer, "SENDER", fed_server.__name__)
         config = TrainConfig.of(model_name=str(folder), mode="none", reload="transfer", servers=server.url)
@@ -477,8 +473,8 @@ def test_renamed_weights_on_one_server_stop_all_ranks(folder: Path) -> None:
     assert on_ranks(2, checked, folder) == ["'theirs'"] * 2
 
 
-def test_another_trainer_of_the_same_name_is_noticed(feeding: Callable[..., Fed], folder: Path) -> None:
-    """As two containers have it that begin at the same step in a folder of the same path."""
+def test_another_trainer_with_the_same_name_is_detected(feeding: Callable[..., Fed], folder: Path) -> None:
+    """For example, in two containers that start from the same step in a folder with the same path."""
     server = FedServer(str(folder))
     first = feeding(server)
     first.mode.open()
@@ -489,10 +485,10 @@ def test_another_trainer_of_the_same_name_is_noticed(feeding: Callable[..., Fed]
     assert second.publish() == 1
 
 
-def test_a_server_that_does_not_name_its_weights_in_time_is_not_waited_for(
+def test_check_of_served_weights_times_out(
     feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C is held back meanwhile, and a killed engine never answers."""
+    """Ctrl-C is deferred meanwhile, and a killed engine never answers."""
     monkeypatch.setattr(client, "CONTROL_LIMIT_S", 0.2)
     monkeypatch.setattr(fed_server, "SLOW_S", 60.0)
     fed = feeding(FedServer(str(folder), slow_at="weight_info"))
@@ -504,13 +500,13 @@ def test_a_server_that_does_not_name_its_weights_in_time_is_not_waited_for(
     fed.servers[0].answers.set()
 
 
-def test_a_server_that_names_no_weights_is_not_asked(feeding: Callable[..., Fed], folder: Path) -> None:
+def test_server_without_weight_names_is_not_asked(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder), weight_version=None))
     fed.mode.open()
     assert [fed.publish(), fed.publish()] == [1, 2]
 
 
-def test_a_server_of_our_own_that_died_is_restarted_and_fed_again(feeding: Callable[..., Fed], folder: Path) -> None:
+def test_dead_server_is_restarted_and_gets_the_weights(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder)), is_ours=True)
     fed.mode.open()
     fed.publish()

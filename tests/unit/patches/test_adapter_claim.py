@@ -1,4 +1,4 @@
-"""While a trainer holds the lease, nobody else can load or unload an adapter of that name."""
+"""While a trainer holds the lease, nobody else can load or unload its adapters."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def http(fence: ServerFence, models: FakeModels) -> TestClient:
 
 @pytest.mark.parametrize("name", [ADAPTER, f"{ADAPTER}-3"])
 @pytest.mark.parametrize("headers", STRANGERS)
-def test_a_stranger_touches_no_adapter_of_a_live_training(
+def test_strangers_cannot_change_a_live_runs_adapters(
     http: TestClient, models: FakeModels, fence: ServerFence, name: str, headers: dict[str, str]
 ) -> None:
     models.lora_requests = {name: "trained"}
@@ -59,20 +59,22 @@ def test_a_stranger_touches_no_adapter_of_a_live_training(
 
 
 @pytest.mark.parametrize("headers", TRAINERS)
-def test_the_trainer_does(http: TestClient, models: FakeModels, fence: ServerFence, headers: dict[str, str]) -> None:
+def test_trainer_can_change_its_own_adapters(
+    http: TestClient, models: FakeModels, fence: ServerFence, headers: dict[str, str]
+) -> None:
     fence.take_lease(Holder.current(), "runs/a")
     assert http.post(f"/load/{ADAPTER}", headers=headers).status_code == 200
     assert http.post(f"/unload/{ADAPTER}", headers=headers).status_code == 200
     assert models.lora_requests == {}
 
 
-def test_other_adapters_are_anybodys(http: TestClient, fence: ServerFence) -> None:
+def test_other_adapters_can_be_changed_by_anyone(http: TestClient, fence: ServerFence) -> None:
     fence.take_lease(Holder.current(), "runs/a")
     assert http.post("/load/mine").status_code == http.post("/unload/mine").status_code == 200
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_without_a_live_trainer_so_is_its_own(http: TestClient, fence: ServerFence, ended: bool) -> None:
+def test_adapters_of_a_dead_run_can_be_changed_by_anyone(http: TestClient, fence: ServerFence, ended: bool) -> None:
     if ended:
         fence.take_lease(Holder.current(), "runs/a")
         fence._lease = fence._lease and fence._lease.model_copy(update={"holder": dead_holder()})

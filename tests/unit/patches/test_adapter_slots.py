@@ -1,4 +1,4 @@
-"""Serving an adapter in its own slot, over fakes of vLLM's engine client and serving models."""
+"""Serving an adapter in its own slot, with fakes of vLLM's engine client and serving models."""
 
 import asyncio
 import sys
@@ -129,7 +129,7 @@ def served(engine: FakeEngine, models: FakeModels) -> Adapters:
     return Adapters(engine, models, ServerFence(engine, manifest()))
 
 
-def test_an_adapter_is_loaded_pinned_and_its_slot_told(
+def test_adapter_is_loaded_and_pinned_in_the_reported_slot(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     assert asyncio.run(served.serve("mine", folder)) == 0
@@ -138,7 +138,7 @@ def test_an_adapter_is_loaded_pinned_and_its_slot_told(
 
 
 @pytest.mark.parametrize("second", ["mine", "other"])
-def test_a_second_adapter_takes_the_place_of_the_first(
+def test_second_adapter_replaces_the_first(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str, second: str
 ) -> None:
     async def both() -> None:
@@ -174,7 +174,7 @@ def test_a_released_adapter_frees_its_slot(
     assert models.lora_requests == {}
 
 
-def test_an_adapter_of_the_servers_start_is_removed(
+def test_adapter_loaded_at_startup_is_removed(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     models.lora_requests["mine"] = adapter("mine", 40)
@@ -244,7 +244,7 @@ def test_spare_slots_serve_other_adapters(folder: str) -> None:
     assert engine.slots == [1, 2]
 
 
-def test_without_a_slot_for_every_other_adapter_none_is_lent(
+def test_adapter_is_refused_if_too_few_slots_remain(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     models.lora_requests["other"] = adapter("other", 40)
@@ -277,7 +277,7 @@ def test_a_refused_load_keeps_vllms_message_and_frees_the_slot(
     assert len([step for step in engine.order if step.startswith("pin")]) == 1
 
 
-def test_no_adapter_means_that_the_one_before_stays(
+def test_missing_adapter_keeps_the_previous_one(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def twice() -> None:
@@ -290,7 +290,7 @@ def test_no_adapter_means_that_the_one_before_stays(
     assert models.lora_requests.keys() == {"mine"}
 
 
-def test_a_cache_that_cannot_be_dropped_loads_nothing(served: Adapters, engine: FakeEngine, folder: str) -> None:
+def test_failed_cache_reset_loads_no_adapter(served: Adapters, engine: FakeEngine, folder: str) -> None:
     engine.drops = False
     with pytest.raises(AttachError, match="prefix cache"):
         asyncio.run(served.serve("mine", folder))
@@ -298,7 +298,7 @@ def test_a_cache_that_cannot_be_dropped_loads_nothing(served: Adapters, engine: 
 
 
 @pytest.mark.parametrize("other_rank", [None, 1])
-def test_ranks_have_to_agree_on_the_slot(
+def test_ranks_must_agree_on_the_slot(
     served: Adapters, engine: FakeEngine, folder: str, other_rank: int | None
 ) -> None:
     engine.other_rank = [other_rank]
@@ -317,12 +317,12 @@ def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
         yield client
 
 
-def test_over_http_the_slot_is_the_answer(http: TestClient, folder: str) -> None:
+def test_http_response_contains_the_slot(http: TestClient, folder: str) -> None:
     answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
     assert AdapterSlot.model_validate_json(answer.content) == AdapterSlot(slot=0)
 
 
-def test_over_http_a_released_adapter_is_served_no_more(http: TestClient, models: FakeModels, folder: str) -> None:
+def test_http_release_stops_serving_the_adapter(http: TestClient, models: FakeModels, folder: str) -> None:
     http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
     answer = http.request("DELETE", "/bridge/adapter", json=HOLDER)
     assert Status.model_validate_json(answer.content).state == "serving"
@@ -330,7 +330,7 @@ def test_over_http_a_released_adapter_is_served_no_more(http: TestClient, models
     assert http.app.state.bridge_adapters.expected() is None  # type: ignore[attr-defined]
 
 
-def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient, folder: str) -> None:
+def test_http_server_without_lora_refuses_with_the_flag(http: TestClient, folder: str) -> None:
     http.app.state.bridge_adapters = Adapters(FakeEngine(None), FakeModels(FakeEngine()), ServerFence(None, manifest()))  # type: ignore[attr-defined]
     answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
     assert answer.status_code == 409
@@ -340,11 +340,11 @@ def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient,
 
 
 @pytest.mark.parametrize("body", [{"name": "", "path": "/a"}, {"name": "a", "path": "here"}, {"name": "a"}])
-def test_over_http_an_invalid_request_is_refused(http: TestClient, body: dict[str, str]) -> None:
+def test_http_invalid_request_is_refused(http: TestClient, body: dict[str, str]) -> None:
     assert http.post("/bridge/adapter", json={**HOLDER, **body}).status_code == 422
 
 
-def test_the_client_asks_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_sends_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with (
         serving(lambda _: as_json({"slot": 3})) as server,

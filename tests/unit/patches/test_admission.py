@@ -1,4 +1,4 @@
-"""Who may use a server with our routes: the API key, and the Host and Origin headers."""
+"""Who may use a server with Bridge's routes: the API key, and the Host and Origin headers."""
 
 import asyncio
 from argparse import Namespace
@@ -21,7 +21,7 @@ CLOSED = ["/invocations", "/adapters", "/metrics", "/v1/models", "/version", "/h
 
 
 def vllm(**args: Any) -> FastAPI:
-    """Return an app with some of vLLM's routes beside ours, started with `args`."""
+    """Return an app with Bridge's routes and some of vLLM's, started with `args`."""
     app = FastAPI()
     app.state.bridge_rules = Rules.of(
         Namespace(**{"api_key": None, "host": "127.0.0.1", "allowed_origins": [], **args}), {}
@@ -47,18 +47,18 @@ def status_of(app: FastAPI, path: str, **headers: str) -> int:
 
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize("given", [None, "", "the key", "Bearer", "Bearer ", "Bearer the ke", "Bearer the key2", "x"])
-def test_with_a_key_every_route_needs_it(path: str, given: str | None) -> None:
+def test_with_a_key_every_route_requires_it(path: str, given: str | None) -> None:
     headers = {} if given is None else {"authorization": given}
     assert status_of(vllm(api_key=KEYS), path, **headers) == 401
 
 
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize("given", ["Bearer the key", "Bearer another key", "bearer the key"])
-def test_each_of_the_keys_opens_every_route(path: str, given: str) -> None:
+def test_each_configured_key_is_accepted_on_every_route(path: str, given: str) -> None:
     assert status_of(vllm(api_key=KEYS), path, authorization=given) == 200
 
 
-def test_health_is_open_and_the_token_opens_bridge_routes() -> None:
+def test_health_needs_no_key_and_bridge_routes_take_the_token() -> None:
     app = vllm(api_key=KEYS)
     assert status_of(app, "/health") == 200
     assert status_of(app, "/bridge/status", **AUTHORISED) == 200
@@ -67,12 +67,12 @@ def test_health_is_open_and_the_token_opens_bridge_routes() -> None:
     assert status_of(app, "/v1/models", **AUTHORISED) == 401
 
 
-def test_behind_a_path_the_same_routes_are_open() -> None:
+def test_root_path_does_not_change_which_routes_are_open() -> None:
     http = TestClient(vllm(api_key=KEYS), base_url="http://127.0.0.1", root_path="/behind")
     assert [http.get(f"/behind{path}").status_code for path in ("/health", "/version")] == [200, 401]
 
 
-def test_a_websocket_needs_the_key_too() -> None:
+def test_websocket_requires_the_key() -> None:
     http = TestClient(vllm(api_key=KEYS), base_url="http://127.0.0.1")
     here = {"host": "localhost"}
     with pytest.raises(WebSocketDisconnect), http.websocket_connect("/v1/realtime", headers=here):
@@ -97,7 +97,7 @@ def test_without_a_key_every_route_is_open() -> None:
         (["schlüssel"], None, ["schlüssel"]),
     ],
 )
-def test_the_key_is_found_where_vllm_finds_it(given: Any, environment: str | None, opens: list[str]) -> None:
+def test_key_is_read_from_the_same_settings_as_in_vllm(given: Any, environment: str | None, opens: list[str]) -> None:
     variables = {} if environment is None else {"VLLM_API_KEY": environment}
     rules = Rules.of(Namespace(api_key=given, host=None, allowed_origins=None), variables)
     assert rules.key_digests == tuple(admission._digest(key) for key in opens)
@@ -127,7 +127,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("listens_on", ["127.0.0.1", "::1", "localhost", "127.0.0.2"])
-def test_on_loopback_only_loopback_names_are_answered(listens_on: str) -> None:
+def test_server_on_loopback_accepts_only_loopback_hosts(listens_on: str) -> None:
     app = vllm(host=listens_on)
     assert {host: status_of(app, "/health", host=host) for host in HERE} == dict.fromkeys(HERE, 200)
     assert {host: status_of(app, "/bridge/status", host=host, **AUTHORISED) for host in FOREIGN} == dict.fromkeys(
@@ -136,7 +136,7 @@ def test_on_loopback_only_loopback_names_are_answered(listens_on: str) -> None:
 
 
 @pytest.mark.parametrize("listens_on", [None, "", "0.0.0.0", "::", "10.0.0.1", "gpu7.example"])
-def test_elsewhere_any_name_is(listens_on: str | None) -> None:
+def test_server_elsewhere_accepts_any_host(listens_on: str | None) -> None:
     assert status_of(vllm(host=listens_on), "/health", host="gpu7.example:9001") == 200
 
 
@@ -152,16 +152,16 @@ def test_a_web_page_is_refused_unless_it_is_listed(listens_on: str, listed: Any)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "https://ui.example"])
-def test_a_star_lists_every_web_page(page: str) -> None:
+def test_star_allows_every_origin(page: str) -> None:
     assert status_of(vllm(allowed_origins=["*"]), "/version", origin=page) == 200
 
 
 @pytest.mark.parametrize("page", ["http://localhost:3000", "http://127.0.0.1:8080"])
-def test_a_web_page_of_this_host_is_answered(page: str) -> None:
+def test_web_page_on_this_host_is_accepted(page: str) -> None:
     assert status_of(vllm(), "/version", origin=page) == 200
 
 
-def test_a_web_page_of_the_server_itself_is_answered() -> None:
+def test_web_page_of_the_server_itself_is_accepted() -> None:
     app, here = vllm(host="0.0.0.0"), "gpu7.example:9001"
     assert status_of(app, "/version", host=here, origin=f"http://{here}") == 200
     assert status_of(app, "/version", host=here, origin="http://gpu7.example:9002") == 403
@@ -181,12 +181,12 @@ def test_development_routes_are_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {"VLLM_SERVER_DEV_MODE": ""}, {"VLLM_SERVER_DEV_MODE": "0"}])
-def test_without_them_nothing_is(variables: dict[str, str]) -> None:
+def test_disabled_development_routes_are_not_refused(variables: dict[str, str]) -> None:
     admission.refuse_dev_mode(variables)
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/health", "/bridge/lease", "/bridge/none"])
-def test_what_is_refused_is_never_read(path: str) -> None:
+def test_body_of_a_refused_request_is_not_read(path: str) -> None:
     reads: list[str] = []
     app = vllm(api_key=KEYS)
 

@@ -1,4 +1,4 @@
-"""The rollout route in front of a fake engine: the engine's requests, and the answers to a sampler."""
+"""The rollout route in front of a fake engine: the requests to the engine, and the responses to a sampler."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ class Backend:
 
 
 def output(index: int, finish_reason: str, logprobs: list[float], stop_reason: int | str | None = None) -> Any:
-    """Return a completion from the engine, with a likelier alternative to the first token."""
+    """Return a completion from the engine whose first token has a likelier alternative."""
     starts = [0, 2, 3][: len(logprobs)]
     flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], ranks=[3, 1, 3, 4], start_indices=starts)
     ids = tuple(10 * (position + 1) + index for position in range(len(logprobs)))
@@ -68,7 +68,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.waits = self.aborted = False
         self.expanded: list[int] = []
-        """Tokens that the prompt had in the engine alone."""
+        """Tokens that the engine adds to the prompt."""
         self.renderer = SimpleNamespace(mm_processor=None)
         self.not_finite: list[str] = []
         self.prompt_logprobs: Any = None
@@ -118,7 +118,7 @@ def words(answer: Any) -> str:
     return str(answer.json()["detail"])
 
 
-def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
+def test_response_has_the_fields_that_samplers_read(http: TestClient) -> None:
     answer = http.post(COMPLETIONS, json=BODY)
     assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "3")
     first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
@@ -129,7 +129,7 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
     assert (second.text, second.finish_reason) == ("<11><21><31>", "length")
 
 
-def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, engine: FakeEngine) -> None:
+def test_engine_samples_without_filters_or_decoding(http: TestClient, engine: FakeEngine) -> None:
     http.post(COMPLETIONS, json=BODY)
     http.post(COMPLETIONS, json=BODY)
     (prompt, params, first, adapter), (*_, second, _) = engine.calls
@@ -141,8 +141,10 @@ def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, eng
     assert first != second
 
 
-def test_prompt_logprobs_are_those_of_its_tokens(http: TestClient, engine: FakeEngine) -> None:
-    engine.prompt_logprobs = SimpleNamespace(logprobs=[-0.75, -0.01], start_indices=[0, 0])  # then a likelier token
+def test_prompt_logprobs_are_those_of_the_prompts_tokens(http: TestClient, engine: FakeEngine) -> None:
+    engine.prompt_logprobs = SimpleNamespace(
+        logprobs=[-0.75, -0.01], start_indices=[0, 0]
+    )  # the second entry is a likelier token
     answer = http.post(COMPLETIONS, json={**BODY, "prompt_logprobs": True})
     assert engine.calls[0][1]["prompt_logprobs"] == 0
     for choice in openai_api.in_order(Completions.model_validate_json(answer.content), 2):
@@ -161,9 +163,9 @@ def test_prompt_logprobs_that_are_nan_are_refused(http: TestClient, engine: Fake
     assert (answer.status_code, words(answer).partition(",")[0]) == (500, "log-probabilities are not finite")
 
 
-def test_experts_come_back_for_all_tokens_but_the_last(http: TestClient, engine: FakeEngine) -> None:
+def test_experts_are_returned_for_all_tokens_but_the_last(http: TestClient, engine: FakeEngine) -> None:
     rows = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
-    engine.outputs[0].routed_experts = engine.outputs[1].routed_experts = rows  # the engine was a step ahead
+    engine.outputs[0].routed_experts = engine.outputs[1].routed_experts = rows  # the engine was one step ahead
     answer = http.post(COMPLETIONS, json={**BODY, "experts": 0})
     first, _ = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
     made = openai_api.completion("url", first, "3", None, 2)
@@ -179,9 +181,7 @@ def test_experts_come_back_for_all_tokens_but_the_last(http: TestClient, engine:
     assert ROUTED not in engine.calls[2][2]
 
 
-def test_experts_that_are_not_reported_are_refused_but_for_an_aborted_request(
-    http: TestClient, engine: FakeEngine
-) -> None:
+def test_missing_experts_are_refused_unless_aborted(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs[0].routed_experts = np.zeros((3, 2, 3), np.uint8)
     engine.outputs[0].finish_reason = engine.outputs[1].finish_reason = "abort"
     answer = http.post(COMPLETIONS, json={**BODY, "experts": 0})
@@ -194,10 +194,8 @@ def test_experts_that_are_not_reported_are_refused_but_for_an_aborted_request(
     assert "--no-router-replay" in answer.json()["hint"]
 
 
-def test_filters_reach_the_engine_and_what_they_kept_comes_back(
-    http: TestClient, app: FastAPI, engine: FakeEngine
-) -> None:
-    now = 2**COUNT_BITS + 3  # the engine sends the last bits of a version
+def test_filters_reach_the_engine_and_report_what_they_kept(http: TestClient, app: FastAPI, engine: FakeEngine) -> None:
+    now = 2**COUNT_BITS + 3  # the engine sends only the low bits of a version
     app.state.bridge_fence.version = now
     ranks = pack(torch.tensor([2, 1, 2, 3]), torch.tensor([0.5, 9.0, -1.0, KEEP_ALL]), torch.tensor([3, 9, 40, 300]))
     for request_output in engine.outputs:
@@ -214,14 +212,14 @@ def test_filters_reach_the_engine_and_what_they_kept_comes_back(
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0, "top_p": 0.9}, {"top_k": 300}])
-def test_what_can_drop_nothing_is_no_filter(http: TestClient, engine: FakeEngine, fields: dict[str, float]) -> None:
+def test_filters_that_drop_nothing_are_not_sent(http: TestClient, engine: FakeEngine, fields: dict[str, float]) -> None:
     answer = http.post(COMPLETIONS, json={**BODY, **fields})
     assert "kept" not in answer.json()["choices"][0]
     assert FILTERED not in engine.calls[0][2]
 
 
-def test_a_sampler_that_reports_nothing_is_refused(http: TestClient) -> None:
-    answer = http.post(COMPLETIONS, json={**BODY, "top_p": 0.9})  # the fake engine's ranks are only ranks
+def test_sampler_without_filter_report_is_refused(http: TestClient) -> None:
+    answer = http.post(COMPLETIONS, json={**BODY, "top_p": 0.9})  # the fake engine reports plain ranks
     assert answer.status_code == 409
     assert "does not report what top_k, top_p and min_p keep" in Refusal.model_validate_json(answer.content).error
 
@@ -236,7 +234,7 @@ def test_filters_and_speculation_are_refused_together(http: TestClient, engine: 
     assert "--speculative-config" in refusal.hint
 
 
-def test_a_completion_ends_at_tokens_of_the_request(http: TestClient, engine: FakeEngine) -> None:
+def test_completion_ends_at_the_requests_stop_tokens(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs = [output(0, "stop", [-0.5, -0.125, -2.0], 30)]
     (choice,) = http.post(COMPLETIONS, json={**BODY, "n": 1, "stop_token_ids": [30, 7]}).json()["choices"]
     ((_, params, request_id, _),) = engine.calls
@@ -246,7 +244,7 @@ def test_a_completion_ends_at_tokens_of_the_request(http: TestClient, engine: Fa
 
 
 @pytest.mark.parametrize(("reason", "text"), [("x", "<10><20><30>"), (30, "<10><20>"), (None, "<10><20>")])
-def test_a_stop_text_stays_and_a_stop_token_does_not(
+def test_text_keeps_stop_strings_and_drops_stop_tokens(
     http: TestClient, engine: FakeEngine, reason: int | str | None, text: str
 ) -> None:
     engine.outputs = [output(0, "stop", [-0.5, -0.125, -2.0], reason)]
@@ -256,7 +254,7 @@ def test_a_stop_text_stays_and_a_stop_token_does_not(
     assert (params["stop"], params["detokenize"]) == (["x", "yz"], True)
 
 
-def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngine) -> None:
+def test_adapter_is_requested_by_name(http: TestClient, engine: FakeEngine) -> None:
     http.post(COMPLETIONS, json={**BODY, "model": "adapter"})
     assert engine.calls[0][-1] == "the adapter"
     answer = http.post(COMPLETIONS, json={**BODY, "model": "gone"})
@@ -281,12 +279,12 @@ def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngin
     ],
     ids=str,
 )
-def test_what_is_no_such_request_is_refused(http: TestClient, engine: FakeEngine, wrong: dict[str, Any]) -> None:
+def test_malformed_request_is_refused(http: TestClient, engine: FakeEngine, wrong: dict[str, Any]) -> None:
     assert http.post(COMPLETIONS, json={**BODY, **wrong}).status_code == 422
     assert not engine.calls
 
 
-def test_what_cannot_be_generated_is_refused(http: TestClient, engine: FakeEngine) -> None:
+def test_impossible_request_is_refused(http: TestClient, engine: FakeEngine) -> None:
     too_long = http.post(COMPLETIONS, json={**BODY, "max_tokens": LONGEST - 1})
     assert too_long.status_code == 400
     assert words(too_long).endswith("a prompt of 2 tokens and max_tokens=7 exceed the server's --max-model-len 8")
@@ -297,12 +295,12 @@ def test_what_cannot_be_generated_is_refused(http: TestClient, engine: FakeEngin
     assert (refused.status_code, words(refused)) == (400, "Token id 9999 is out of vocabulary")
 
 
-def test_an_engine_that_died_is_no_refusal(http: TestClient, engine: FakeEngine) -> None:
+def test_dead_engine_is_a_server_error(http: TestClient, engine: FakeEngine) -> None:
     engine.refusal = RuntimeError("the engine died")
     assert http.post(COMPLETIONS, json=BODY).status_code == 500
 
 
-def test_weights_that_are_not_finite_are_named_with_the_fix(http: TestClient, engine: FakeEngine) -> None:
+def test_non_finite_weights_are_named_with_the_fix(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
     engine.not_finite = ["a", "b", "c", "d"]
     answer = http.post(COMPLETIONS, json=BODY)
@@ -312,7 +310,7 @@ def test_weights_that_are_not_finite_are_named_with_the_fix(http: TestClient, en
     assert refusal.hint.startswith("bridge restore CHECKPOINT")
 
 
-def test_logprobs_not_finite_despite_the_weights_are_an_error(http: TestClient, engine: FakeEngine) -> None:
+def test_non_finite_logprobs_with_finite_weights_are_an_error(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
     answer = http.post(COMPLETIONS, json=BODY)
     assert (answer.status_code, words(answer).partition(",")[0]) == (500, "log-probabilities are not finite")
@@ -330,15 +328,13 @@ def test_logprobs_not_finite_despite_the_weights_are_an_error(http: TestClient, 
         {"temperature": -1},
     ],
 )
-def test_numbers_beyond_what_vllm_takes_are_refused(
-    http: TestClient, engine: FakeEngine, changes: dict[str, Any]
-) -> None:
+def test_numbers_out_of_vllms_range_are_refused(http: TestClient, engine: FakeEngine, changes: dict[str, Any]) -> None:
     assert http.post(COMPLETIONS, json={**BODY, **changes}).status_code == 422
     assert engine.calls == []
     assert http.post(COMPLETIONS, json={**BODY, "seed": 2**63 - 2, "n": 2}).status_code == 200
 
 
-def test_other_tokenizers_decode_one_by_one_and_none_nothing(http: TestClient, engine: FakeEngine) -> None:
+def test_slow_tokenizers_decode_one_by_one(http: TestClient, engine: FakeEngine) -> None:
     def decode(tokens: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
         return " ".join(map(str, tokens))
@@ -354,7 +350,7 @@ WORDS = ["\u2581a", "\u2581b", "c", "<0xC3>", "<0xA9>", "\u2581\u00e9", "<s>"]
 
 
 def spm() -> Tokenizer:
-    """Return a tokenizer like that of the first Llama: words begin with a space, rare characters are bytes."""
+    """Return a tokenizer like Llama 1's: words begin with a space, and rare characters are split into bytes."""
     made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="c"))
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(parts)
@@ -364,8 +360,8 @@ def spm() -> Tokenizer:
 
 @pytest.mark.parametrize("end", [[], [3]], ids=["whole", "unfinished"])
 @pytest.mark.parametrize("prompt", [[0, 1, 2], [6, 0], [1, 3, 4], [5], [0] * 100])
-def test_texts_are_those_of_a_stream_behind_the_prompt(prompt: list[int], end: list[int]) -> None:
-    """As in vLLM, tokens are decoded one by one after the prompt, and unfinished characters are held back."""
+def test_texts_match_streaming_after_the_prompt(prompt: list[int], end: list[int]) -> None:
+    """As in vLLM, which decodes tokens one by one after the prompt and holds back incomplete characters."""
     tokenizer, chance = spm(), random.Random(0)
     units = [[0], [1], [2], [3, 4], [5], [6]]
     completions = [[*chain(*chance.choices(units, k=length % 6)), *end] for length in range(60)]
@@ -378,19 +374,19 @@ def test_texts_are_those_of_a_stream_behind_the_prompt(prompt: list[int], end: l
     assert any(text.startswith(" ") for text in texts)
 
 
-def test_a_character_that_the_prompt_began_is_nobodys() -> None:
+def test_character_begun_in_the_prompt_is_dropped() -> None:
     texts = completions_route._texts(SimpleNamespace(backend_tokenizer=spm()), [0, 3], [[4, 1], [2, 1]])
     assert texts == ["\N{REPLACEMENT CHARACTER} b", "c b"]
 
 
-def test_what_was_ended_before_its_first_token_is_empty(http: TestClient, engine: FakeEngine) -> None:
+def test_completion_without_tokens_is_empty(http: TestClient, engine: FakeEngine) -> None:
     ended = SimpleNamespace(logprobs=[], ranks=[], start_indices=[])
     engine.outputs = [SimpleNamespace(index=0, token_ids=(), logprobs=ended, finish_reason="abort", stop_reason=None)]
     (choice,) = http.post(COMPLETIONS, json={**BODY, "n": 1}).json()["choices"]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
 
 
-def test_a_client_that_hangs_up_ends_its_request(app: FastAPI, engine: FakeEngine) -> None:
+def test_disconnecting_client_aborts_its_request(app: FastAPI, engine: FakeEngine) -> None:
     engine.waits = True
     sent: list[Any] = []
     unread = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
@@ -417,7 +413,7 @@ def test_a_prompt_that_the_engine_expanded_is_refused(http: TestClient, engine: 
     )
 
 
-def test_images_for_a_model_without_sight_are_refused(http: TestClient, engine: FakeEngine) -> None:
+def test_images_for_a_text_only_model_are_refused(http: TestClient, engine: FakeEngine) -> None:
     answer = http.post(COMPLETIONS, json={**BODY, "images": {"pixels": ["float32", [1], "AAAAAA=="]}})
     assert answer.status_code == 400
     assert "this server does not accept images" in answer.text
@@ -425,7 +421,7 @@ def test_images_for_a_model_without_sight_are_refused(http: TestClient, engine: 
 
 
 def test_all_image_tokens_must_be_found() -> None:
-    """Of an image that was expanded twice, vLLM finds the first tokens."""
+    """If an image was expanded twice, vLLM finds only its first tokens."""
     one, other = (SimpleNamespace(tokens=[7] * count) for count in (2, 3))
     ids = [1, 7, 7, 2, 7, 7, 7, 3]
     assert expanded_images._fault(ids, [one, other], 2) == ""

@@ -1,6 +1,6 @@
-"""On the CPU: experts and their tokens, compiled too; LoRA's kernels; seeded requests with chunked prefill.
+"""On the CPU: experts, eager and compiled; LoRA kernels; seeded requests with chunked prefill.
 
-Not covered: sampling with them in vLLM (`tests/cpu/test_torn_tokens.py`, where every update makes such requests).
+Not covered: sampling such requests in vLLM (`tests/cpu/test_torn_tokens.py`, where every update causes them).
 """
 
 import sys
@@ -34,14 +34,16 @@ def given(dtype: torch.dtype) -> dict[str, Any]:
         "w1": torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype) / 4,
         "w2": torch.randn(EXPERTS, HIDDEN, INNER, dtype=dtype) / 4,
         "topk_weights": torch.rand(TOKENS, TOP_K),
-        "topk_ids": torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(TOKENS)]),  # the last has no token
+        "topk_ids": torch.stack(
+            [torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(TOKENS)]
+        ),  # the last expert gets no token
         "activation": Activation.SILU,
     }
 
 
 @pytest.fixture
 def experts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Patched experts of vLLM."""
+    """Return vLLM's patched experts."""
 
     class CPUUnquantizedExperts:
         def process_weights_after_loading(self, layer: Any) -> None:
@@ -67,7 +69,7 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.CPUUnquantizedExperts = CPUUnquantizedExperts  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, cpu_backend.EXPERTS, module)
     cpu_backend.patch_experts()
-    assert not FusedMoEConfig(is_lora_enabled=True).is_lora_enabled  # else vLLM would choose Triton's kernels
+    assert not FusedMoEConfig(is_lora_enabled=True).is_lora_enabled  # otherwise vLLM would choose Triton kernels
     made = CPUUnquantizedExperts()
     made.process_weights_after_loading(SimpleNamespace(activation=Activation.SILU, expert_map=None))
     return made
@@ -90,7 +92,7 @@ def one_by_one(inputs: dict[str, Any], weighed: bool) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("weighed", [False, True])
-def test_each_token_gets_what_its_experts_make_of_it(
+def test_each_token_gets_the_output_of_its_experts(
     dtype: torch.dtype, tolerance: float, weighed: bool, experts: Any
 ) -> None:
     inputs = given(dtype)
@@ -100,15 +102,15 @@ def test_each_token_gets_what_its_experts_make_of_it(
     assert (output.float() - expected).norm() / expected.norm() < tolerance
 
 
-def test_a_compiled_model_calls_its_experts_as_one_operator(experts: Any) -> None:
-    """One graph holds the whole model, so nothing in it may depend on which experts are chosen."""
+def test_compiled_model_calls_experts_as_one_operator(experts: Any) -> None:
+    """One graph contains the full model, so it must not depend on which experts are chosen."""
 
     def layer(output: Tensor, **inputs: Any) -> Tensor:
         experts.apply(output=output, apply_router_weight_on_input=False, expert_map=None, **inputs)
         return output * 2
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for seed in range(2):  # the second batch has other tokens and other experts
+    for seed in range(2):  # the second batch has different tokens and experts
         inputs = given(torch.float32)
         inputs["topk_ids"] = (inputs["topk_ids"][seed:] + seed) % EXPERTS
         inputs |= {name: inputs[name][seed:] for name in ("hidden_states", "topk_weights")}
@@ -125,14 +127,14 @@ def test_a_compiled_model_calls_its_experts_as_one_operator(experts: Any) -> Non
         ({"w13_bias": torch.zeros(4)}, False),
     ],
 )
-def test_experts_of_another_kind_are_left_to_vllm(changes: dict[str, Any], known: bool) -> None:
+def test_unsupported_experts_are_left_to_vllm(changes: dict[str, Any], known: bool) -> None:
     layer = SimpleNamespace(**{"activation": SimpleNamespace(value="gelu"), "expert_map": None, **changes})
     assert cpu_backend.is_known(layer) == known
 
 
-def test_rows_without_an_adapter_get_nothing_from_a_slot() -> None:
+def test_rows_without_an_adapter_ignore_the_slots() -> None:
     def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
-        """As in vLLM 0.26 to 0.32: -1 is the last slot."""
+        """Treat -1 as the last slot, as vLLM 0.26 to 0.32 does."""
         assert add
         output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
 
@@ -144,7 +146,7 @@ def test_rows_without_an_adapter_get_nothing_from_a_slot() -> None:
 
 
 ROOM = 8
-"""Rows of the mask, of which a step fills the first few."""
+"""Rows of the mask; a step fills the first few."""
 
 
 class Runner:
@@ -182,7 +184,7 @@ def states(runner: Runner) -> dict[int, bytes]:
     }
 
 
-def test_vllm_alone_would_die_of_it() -> None:
+def test_unpatched_vllm_fails() -> None:
     with pytest.raises(RuntimeError, match="offset"):
         Runner([False, False, True]).sample_tokens(None)
 
@@ -196,14 +198,14 @@ def test_an_unfinished_prompt_keeps_its_generator() -> None:
     assert [index for index in before if after[index] != before[index]] == [2]
 
 
-def test_the_others_get_what_vllm_gives_them() -> None:
+def test_other_requests_get_vllms_own_result() -> None:
     runner, plain = Runner([False, True, False]), Runner([False, False, False])
     ours, theirs = sample_tokens(runner, grammar_output=None), plain.sample_tokens(None)
     assert (ours[0], ours[2]) == (theirs[0], theirs[2])
     assert states(runner) == states(plain)
 
 
-def test_generators_are_back_after_an_error() -> None:
+def test_generators_are_restored_after_an_error() -> None:
     runner = Runner([True, False], fails=True)
     with pytest.raises(ZeroDivisionError):
         sample_tokens(runner, None)
@@ -211,13 +213,13 @@ def test_generators_are_back_after_an_error() -> None:
 
 
 class Punica:
-    """The part of vLLM's LoRA that gives each row of logits its adapter."""
+    """The part of vLLM's LoRA code that selects the adapter of each row of logits."""
 
     token_lora_indices = torch.tensor([0, 0, 0, -1, -1, 1, 1])
     sampler_indices = property(lambda _: torch.tensor([0, -1, 1]))
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        weights = torch.tensor([10.0, 20.0, 30.0])[self.sampler_indices]  # -1 is the last one
+        weights = torch.tensor([10.0, 20.0, 30.0])[self.sampler_indices]  # -1 selects the last slot
         return torch.einsum("b,b->b", hidden_states, weights)
 
 
@@ -226,7 +228,7 @@ class PatchedPunica(Punica):
 
 
 class Scoring:
-    """The part of vLLM's runner that computes the log-probabilities of prompts."""
+    """The part of vLLM's runner that computes prompt log-probabilities."""
 
     def __init__(self, punica: Punica) -> None:
         self.num_prompt_logprobs = {"c": 0, "gone": 0, "a": 0, "b": 0}
@@ -240,7 +242,7 @@ class Scoring:
             if (count := num_scheduled_tokens.get(name)) is not None:
                 first = self.query_start_loc.np[self.input_batch.req_id_to_index[name]]
                 logits[name] = self.punica.logits(hidden_states[first : first + count]).tolist()
-        for name in ("a", "c"):  # the prompt of b is prefilled in parts
+        for name in ("a", "c"):  # the prompt of b is prefilled in chunks
             if name in logits:
                 del self.num_prompt_logprobs[name]
         return logits

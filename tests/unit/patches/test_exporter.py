@@ -1,4 +1,4 @@
-"""What a server exports is the model that a trainer builds from the same folder."""
+"""A server exports only a model that a trainer can build from the same folder."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from bridge_patches.exporter import refuse_other_model
 PLAIN: dict[str, object] = {"model": "m", "tokenizer": "m", "hf_overrides": {}, "hf_config_path": None}
 
 
-def test_a_model_as_its_folder_describes_it_is_exported() -> None:
+def test_model_that_matches_its_folder_is_exported() -> None:
     refuse_other_model(SimpleNamespace(**PLAIN))
     refuse_other_model(SimpleNamespace(**{**PLAIN, "hf_overrides": {"head_dtype": "float32"}}))
 
@@ -24,6 +24,6 @@ def test_a_model_as_its_folder_describes_it_is_exported() -> None:
         ("tokenizer", "another"),
     ],
 )
-def test_a_model_of_the_server_alone_is_not_exported(name: str, value: object) -> None:
+def test_model_with_server_only_settings_is_refused(name: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=f"--{name.replace('_', '-')} .* applies only to this server"):
         refuse_other_model(SimpleNamespace(**{**PLAIN, name: value}))

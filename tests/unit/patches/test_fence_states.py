@@ -1,4 +1,4 @@
-"""What each call does in each state of the fence: one table, driven in the fence, over HTTP and through a client."""
+"""What each call does in each state of the fence: one table, tested in the fence, over HTTP and through a client."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from tests.unit.checks_sample import dead_holder, holder_of, manifest
 ME, OTHER, DEAD = Holder.current(), holder_of(os.getppid()), dead_holder()
 REFUSED, BUSY = AttachError, FenceBusyError
 CALLS = ("read", "write", "rewrite", "publish", "resume", "touch")
-"""Three pauses (to read, to write, and to rewrite what may be torn), their two ends, and a write of one element."""
+"""Three pauses (to read, to write, and to rewrite torn weights), the two ways to end them, and writing one element."""
 Next = str | type[AttachError]
 TABLE: dict[str, tuple[Next, ...]] = {
     #                  read       write      rewrite      publish      resume     touch
@@ -39,7 +39,7 @@ TABLE: dict[str, tuple[Next, ...]] = {
     "another writes": (BUSY,      BUSY,      BUSY,        REFUSED,     REFUSED,   REFUSED),
     "another trains": (BUSY,      REFUSED,   REFUSED,     REFUSED,     REFUSED,   REFUSED),
 }  # fmt: skip
-"""State -> the next state after each call of this process, or the error, which leaves the state unchanged."""
+"""State -> the next state after each call by this process, or the error, which leaves the state unchanged."""
 OBSERVED: dict[str, tuple[Phase, Holder | None, int]] = {
     "serving": (Phase.SERVING, None, 0),
     "published": (Phase.SERVING, None, 1),
@@ -61,7 +61,7 @@ TOUCHED = Element(parameter="w", index=3)
 
 
 class Engine:
-    """An engine that knows whether it is paused, and what was written."""
+    """An engine that tracks whether it is paused, and what was written."""
 
     def __init__(self) -> None:
         self.engine_core = self
@@ -88,7 +88,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
-    """Bridge's routes, and one that brings a new fence into a state."""
+    """Bridge's routes, and one that puts a new fence into a given state."""
     app = FastAPI()
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_manifest = manifest()
@@ -111,7 +111,7 @@ def entering(app: FastAPI) -> Callable[[str], Awaitable[None]]:
 
 
 Level = Callable[[str, str], None]
-"""Brings a fence into a state and makes one call, which may be refused."""
+"""Puts a fence into a state and makes one call, which may be refused."""
 
 
 @pytest.fixture

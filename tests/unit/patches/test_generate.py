@@ -41,7 +41,7 @@ def choice(index: int, num_top: int | None) -> dict[str, Any]:
 
 
 class FakeModels:
-    """vLLM's list of models, and its loading and unloading of adapters."""
+    """vLLM's list of models, with loading and unloading of adapters."""
 
     def __init__(self) -> None:
         self.lora_requests: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class FakeModels:
 
 
 class FakeVllm:
-    """vLLM's two routes, and the requests to them."""
+    """vLLM's two routes, which record their requests."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ def vllm() -> FakeVllm:
     return FakeVllm()
 
 
-def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
+def test_response_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
     answer = vllm.http.post("/generate", json=BODY)
     assert answer.status_code == 200
     assert answer.json() == {
@@ -116,7 +116,7 @@ def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
     }
 
 
-def test_defaults_sample_the_whole_distribution(vllm: FakeVllm) -> None:
+def test_defaults_sample_the_full_distribution(vllm: FakeVllm) -> None:
     vllm.http.post("/generate", json={**BODY, "top_p": 0.5, "seed": 7})
     body = vllm.bodies[0]
     assert (body["prompt"], body["n"], body["max_tokens"], body["seed"]) == ([5, 6], 2, 3, 7)
@@ -143,7 +143,7 @@ def test_a_teacher_gets_the_log_probabilities_of_the_prompt(vllm: FakeVllm) -> N
 
 
 @pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}])
-def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
+def test_prompt_may_be_a_string(vllm: FakeVllm, prompt: Any) -> None:
     answer = vllm.http.post("/generate", json={"prompt": prompt})
     assert answer.json()["prompt"] == "some text"
     assert vllm.bodies[0]["prompt"] == "some text"
@@ -171,20 +171,20 @@ def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: 
 
 
 @pytest.mark.parametrize("body", ["{", "[]", "3", "", "[" * 100_000], ids=["cut", "list", "number", "empty", "deep"])
-def test_a_body_that_is_no_json_object_is_refused(vllm: FakeVllm, body: str) -> None:
+def test_body_that_is_not_a_json_object_is_refused(vllm: FakeVllm, body: str) -> None:
     answer = vllm.http.post("/generate", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code in {400, 422}, vllm.bodies) == (True, [])  # vLLM answers 400 in both cases
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "text/plain; a=application/json", "application/x-www-form-urlencoded"])
-def test_a_blind_request_of_a_web_page_is_refused(vllm: FakeVllm, kind: str) -> None:
+def test_web_page_request_without_preflight_is_refused(vllm: FakeVllm, kind: str) -> None:
     answer = vllm.http.post("/generate", content=json.dumps(BODY), headers={"content-type": kind})
     assert (answer.status_code, vllm.bodies) == (415, [])
     assert "expected application/json" in answer.json()["detail"]
     assert vllm.http.post("/generate", content=json.dumps(BODY)).status_code == 415
 
 
-def test_what_vllm_refuses_is_refused_in_its_own_words(vllm: FakeVllm) -> None:
+def test_vllms_refusals_are_passed_through(vllm: FakeVllm) -> None:
     answer = vllm.http.post("/generate", json={**BODY, "n": 99})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "n is too large")
 
@@ -219,7 +219,7 @@ def test_the_trained_adapter_answers_unless_a_model_is_named(
     assert [request.get("model") for request in vllm.bodies] == [model, "base"]
 
 
-def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
+def test_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
     claim, first = vllm.app.state.bridge_adapters, SimpleNamespace(lora_name=ADAPTER)
     asyncio.run(vllm.models.load_lora_adapter(first))
     claim._fence.take_lease(Holder.current(), "runs/a")
@@ -232,7 +232,9 @@ def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> N
     asyncio.run(vllm.models.load_lora_adapter(first))
     assert vllm.http.post("/generate", json=BODY).status_code == 200
     assert [request["model"] for request in vllm.bodies] == ["base", ADAPTER]
-    asyncio.run(vllm.models.unload_lora_adapter(first))  # by the server's owner: no trainer holds the lease
+    asyncio.run(
+        vllm.models.unload_lora_adapter(first)
+    )  # unloaded by the server's owner, while no trainer holds the lease
     assert vllm.http.post("/generate", json=BODY).status_code == 200
     assert "model" not in vllm.bodies[-1]
 
@@ -243,19 +245,19 @@ def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> No
     claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()
     assert vllm.http.post("/generate", json=BODY).status_code == 503
-    claim._fence.release_lease(Holder.current())  # the new one was refused
+    claim._fence.release_lease(Holder.current())  # the new adapter was refused
     assert vllm.http.post("/generate", json=BODY).status_code == 200
     assert "model" not in vllm.bodies[-1]
 
 
-def test_the_answer_tells_the_versions_that_made_it(vllm: FakeVllm) -> None:
+def test_response_reports_the_versions_that_sampled_it(vllm: FakeVllm) -> None:
     vllm.app.state.bridge_fence = fence = SimpleNamespace(version=3)
     assert vllm.http.post("/generate", json=BODY).headers.get_list(VERSION_HEADER) == ["3"]
     vllm.meanwhile = lambda: setattr(fence, "version", 4)
     assert vllm.http.post("/generate", json=BODY).headers.get_list(VERSION_HEADER) == ["3-4"]
 
 
-def test_a_client_that_hangs_up_ends_its_request(vllm: FakeVllm) -> None:
+def test_disconnecting_client_aborts_its_request(vllm: FakeVllm) -> None:
     vllm.waits = True
     sent: list[Any] = []
     unread = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
@@ -273,7 +275,7 @@ def test_a_client_that_hangs_up_ends_its_request(vllm: FakeVllm) -> None:
     assert sent[0]["status"] == generate.CLIENT_GONE
 
 
-def test_a_server_behind_a_path_asks_itself_behind_that_path(vllm: FakeVllm) -> None:
+def test_root_path_is_kept_for_the_inner_request(vllm: FakeVllm) -> None:
     http = TestClient(vllm.app, headers={"authorization": KEY}, root_path="/behind")
     assert http.post("/behind/generate", json=BODY).status_code == 200
     assert len(vllm.bodies) == 1
@@ -332,16 +334,16 @@ def test_the_same_fields_with_other_values_are_not_logged(caplog: pytest.LogCapt
     "params",
     [{}, {"top_k": 0}, {"top_k": -1, "min_tokens": 0, "bad_words": []}, {"temperature": 0.0, "presence_penalty": 1.0}],
 )
-def test_whole_and_greedy_sampling_is_not_logged(caplog: pytest.LogCaptureFixture, params: dict[str, Any]) -> None:
+def test_unfiltered_and_greedy_sampling_is_not_logged(caplog: pytest.LogCaptureFixture, params: dict[str, Any]) -> None:
     assert logged(caplog, params) == []
 
 
-def test_a_request_that_samples_nothing_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_that_samples_nothing_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     generate.watch_sampling(engine)
     assert asyncio.run(engine.add_request("1", "p", SimpleNamespace(task="embed"))) == "queue"
     assert caplog.records == []
 
 
-def test_what_is_left_out_changes_nothing() -> None:
+def test_omitted_fields_change_nothing() -> None:
     assert changes({"top_p": None, "temperature": 0.3}) == changes({}) == changes(WHOLE) == {}

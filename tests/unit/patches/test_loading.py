@@ -1,4 +1,4 @@
-"""vLLM loads a model of hand-made layers: where weights go, and which are rewritten, derived or moved."""
+"""vLLM loads a model of toy layers: where weights go, and which are rewritten, derived or moved."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ SHAPES = {
 
 
 class Fused(nn.Module):
-    """A fused linear layer; each part has its number of rows."""
+    """A fused linear layer whose parts have different numbers of rows."""
 
     def __init__(self, *rows: int, bias: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Plain(nn.Module):
 
 
 class Model(nn.Module):
-    """A vLLM model whose layers load themselves."""
+    """A vLLM model whose layers have their own weight loaders."""
 
     stacked: ClassVar = {
         "attn.q_proj": ("attn", "qkv_proj", 0), "attn.k_proj": ("attn", "qkv_proj", 1),
@@ -92,7 +92,7 @@ class Model(nn.Module):
 
 
 def skeleton(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A transformers model without its weights, stored in the same form as in its files."""
+    """A transformers model without weights, whose parameters have the same form as in its files."""
     root: Any = nn.Module()
     root._weight_conversions = []
     root.config = None
@@ -113,7 +113,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the vLLM module that `bridge_patches.loading` reads."""
+    """Replace the vLLM module that `bridge_patches.loading` imports."""
     vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
     vars(vocabulary).update(VocabParallelEmbedding=VocabParallelEmbedding)
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
@@ -131,7 +131,7 @@ def cut(model: nn.Module, view: View) -> Tensor:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_every_parameter_is_cut_where_vllms_own_layers_say() -> None:
+def test_views_follow_vllms_own_layers() -> None:
     model: Any = Model()
     views = laid_out(model, SHAPES)
     check_coverage(
@@ -165,14 +165,14 @@ def with_lora() -> Any:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_the_padding_is_what_no_token_owns() -> None:
+def test_padding_is_what_belongs_to_no_token() -> None:
     model: Any = Model()
     assert loading.padding(model) == {"embed.weight": (PADDED - VOCABULARY) * HIDDEN}
     model.embed.shard_indices.num_org_elements = PADDED
     assert loading.padding(model) == {}
 
 
-def test_learning_the_layout_leaves_the_weights_alone() -> None:
+def test_recording_the_layout_does_not_change_weights() -> None:
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     laid_out(model, SHAPES)
@@ -180,7 +180,7 @@ def test_learning_the_layout_leaves_the_weights_alone() -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_with_lora_names_go_on_to_lead_to_the_wrapped_layers() -> None:
+def test_names_resolve_to_layers_wrapped_by_lora() -> None:
     names = loading.plain_names(with_lora())
     assert names["attn.qkv_proj.weight"] == "attn.qkv_proj.base_layer.weight"
     assert names["norm.weight"] == "norm.weight"
@@ -217,13 +217,13 @@ class Choosing(Model):
         (Choosing, "attn.k_proj.bias: vLLM loads it into none of its parameters"),
     ],
 )
-def test_what_vllm_does_not_copy_as_it_is_is_refused_by_name(kind: type[Model], words: str) -> None:
+def test_weights_not_copied_unchanged_are_refused_by_name(kind: type[Model], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         laid_out(kind(), SHAPES)
     assert "lora_only" in caught.value.hint
 
 
-def test_a_parameter_that_vllm_has_no_place_for_is_refused() -> None:
+def test_parameter_missing_in_vllm_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="extra"):
         laid_out(Model(), {**SHAPES, "extra.weight": (3,)})
 
@@ -252,7 +252,7 @@ def test_moving_to_shared_memory_keeps_values_ties_and_views() -> None:
     assert (mapped[offset : offset + HIDDEN] == 3).all()
 
 
-def test_a_parameter_that_moves_or_goes_is_noticed() -> None:
+def test_moved_or_deleted_parameter_is_detected() -> None:
     model: Any = Model()
     addresses = placement.Addresses(model)
     assert addresses.moved() == []
@@ -284,7 +284,7 @@ def test_the_weights_of_a_runner_are_watched_after_the_load() -> None:
 
 
 def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A vLLM worker that has loaded `model`, whose layers LoRA may have wrapped since."""
+    """Return a vLLM worker that has loaded `model`, whose layers LoRA may have wrapped afterward."""
     record = Record(expected=dict(SHAPES), views=loading.views(Model(), skeleton(SHAPES)))
     monkeypatch.setitem(RECORDS, model, record)
     made: Any = BridgeWorker()
@@ -296,7 +296,7 @@ def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_worker_exports_what_another_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_exports_handles_that_others_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     placement._move_to_shared_memory(model)
     shard = json.loads(worker(model, monkeypatch).bridge_export())
@@ -308,7 +308,7 @@ def test_a_worker_exports_what_another_process_can_open(monkeypatch: pytest.Monk
     assert torch.equal(tensor, model.norm.weight)
 
 
-def test_a_worker_refuses_weights_of_another_type_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_refuses_weights_of_a_different_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     model.norm.weight = nn.Parameter(torch.ones(HIDDEN, dtype=torch.int8), requires_grad=False)
     answer = json.loads(worker(model, monkeypatch).bridge_export())
@@ -317,14 +317,14 @@ def test_a_worker_refuses_weights_of_another_type_by_name(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_worker_refuses_a_parameter_without_a_partner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_refuses_a_parameter_without_counterpart(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     model.k_scale = parameter(1)
     placement._move_to_shared_memory(model)
     assert "k_scale" in json.loads(worker(model, monkeypatch).bridge_export())["error"]
 
 
-def test_a_worker_reads_writes_digests_and_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_reads_writes_digests_and_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     made = worker(model, monkeypatch)
     element = {"parameter": "mlp.down_proj.weight", "index": 13, "part": made.rank}
@@ -347,7 +347,7 @@ CONFIG = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=Fals
 
 
 class Loader:
-    """vLLM's `BaseModelLoader`, which post-processes what `load_weights` has loaded."""
+    """vLLM's `BaseModelLoader`, which post-processes the loaded weights."""
 
     def __init__(self, process: Callable[[Any], None]) -> None:
         self._process = process
@@ -374,10 +374,10 @@ def loaded(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, empt
     return RECORDS.pop(model)
 
 
-def test_a_model_that_stays_as_it_was_loaded_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_unchanged_after_loading_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def process(model: Any) -> None:
         model.norm.scale = torch.tensor(1.0)  # a scalar is not a weight
-        model.norm.weight = nn.Parameter(model.norm.weight.data)  # another object at the same address
+        model.norm.weight = nn.Parameter(model.norm.weight.data)  # a different object at the same address
 
     record = loaded(process, monkeypatch)
     assert record.refusal is None
@@ -420,7 +420,7 @@ def _derive_a_parameter(model: Any) -> None:
         (_derive_two, "^norm.copy, norm.packed: derived"),
     ],
 )
-def test_what_a_step_would_not_reach_is_refused_by_name(
+def test_tensors_that_updates_would_miss_are_refused(
     process: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = loaded(process, monkeypatch)
@@ -433,7 +433,7 @@ def test_what_a_step_would_not_reach_is_refused_by_name(
 
 
 class Untied(Model):
-    """A model that is tied by its configuration, with a head in its files: vLLM loads both, then compares them."""
+    """A model whose configuration ties the head that its files also contain: vLLM loads both and compares them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,13 +453,13 @@ def tied_record(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_head_that_vllm_ties_after_loading_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Qwen3-0.6B, whose files hold the embedding twice."""
+    """For example, Qwen3-0.6B, whose files contain the embedding twice."""
     record = tied_record(_tie, monkeypatch)
     assert record.refusal is None
     assert record.views.keys() == SHAPES.keys()
 
 
-def test_a_tied_head_with_weights_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_head_with_different_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def differ(model: Any) -> None:
         pass
 
@@ -469,7 +469,7 @@ def test_a_tied_head_with_weights_of_its_own_is_refused(monkeypatch: pytest.Monk
     assert '"tie_word_embeddings": false' in refusal.hint
 
 
-def test_a_parameter_replaced_by_another_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameter_replaced_with_other_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def tie_to_others(model: Any) -> None:
         model.embed.weight.data.neg_()
         _tie(model)
@@ -480,7 +480,7 @@ def test_a_parameter_replaced_by_another_values_is_refused(monkeypatch: pytest.M
 
 
 class Scaled(Model):
-    """A model with a buffer in its files, and one that vLLM makes itself."""
+    """A model with a buffer in its files, and one that vLLM creates itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -494,7 +494,7 @@ class Scaled(Model):
 
 
 def test_buffer_that_a_weight_is_loaded_into_becomes_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Gemma 4's `layer_scalar`, which the trainer would keep at 1."""
+    """For example, Gemma 4's `layer_scalar`, which the trainer would otherwise keep at 1."""
     monkeypatch.setattr(sys.modules[__name__], "Model", Scaled)
     monkeypatch.setattr("bridge.weights.skeleton.build", lambda *_, **__: skeleton({**SHAPES, "norm.scalar": (1,)}))
     loader = Loader(lambda _: None)
@@ -506,20 +506,20 @@ def test_buffer_that_a_weight_is_loaded_into_becomes_a_parameter(monkeypatch: py
     assert [name for name, _ in model.named_buffers()] == ["norm.made"]
 
 
-def test_the_first_refusal_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "load_weights", lambda *_: None)
     refusal = loaded(_derive, monkeypatch).refusal
     assert refusal is not None
     assert "none of its parameters" in refusal.message
 
 
-def test_a_model_that_no_loader_of_ours_saw_is_refused() -> None:
+def test_model_from_an_unwatched_loader_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="cannot watch"):
         record_of(nn.Linear(2, 2))
 
 
 def test_weight_that_vllm_keeps_in_float32_is_shared() -> None:
-    """As GatedDeltaNet's A_log: every value is kept, and the trainer's parameter takes the server's dtype."""
+    """For example, GatedDeltaNet's A_log: values are exact, and the trainer's parameter adopts the server's dtype."""
     server = nn.Module()
     server.decay = nn.Parameter(torch.zeros(3))
     server.load_weights = lambda weights: server.decay.data.copy_(dict(weights)["decay"])  # type: ignore[assignment]
@@ -531,7 +531,7 @@ def test_weight_that_vllm_keeps_in_float32_is_shared() -> None:
 
 
 def test_weight_that_the_loader_converts_to_float32_is_shared() -> None:
-    """As MiniMax-M2's bias of the router."""
+    """For example, the router bias of MiniMax-M2."""
     server = nn.Module()
     server.bias = nn.Parameter(torch.zeros(3))
     server.load_weights = lambda weights: server.bias.data.copy_(dict(weights)["bias"].float())  # type: ignore[assignment]

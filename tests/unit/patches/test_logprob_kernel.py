@@ -1,4 +1,4 @@
-"""The kernel of log-probabilities in vLLM's own function, which launches it: a stand-in computes what it would."""
+"""The log-probability kernel, launched by vLLM's own function; a stand-in computes its results."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ logprob = pytest.importorskip("vllm.v1.worker.gpu.sample.logprob")
 
 
 class Kernel:
-    """Takes the arguments of vLLM's kernel, and computes in torch."""
+    """Accepts the arguments of vLLM's kernel, and computes with torch."""
 
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
@@ -25,7 +25,7 @@ class Kernel:
         return launch
 
 
-def test_vllms_function_launches_the_kernel_with_larger_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_launches_the_kernel_with_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     monkeypatch.setattr(logprob, "_topk_log_softmax_kernel", kernel)
     monkeypatch.setattr(logprob, "triton", type("Triton", (), {"next_power_of_2": staticmethod(lambda n: n)}))
@@ -41,7 +41,7 @@ def test_vllms_function_launches_the_kernel_with_larger_pieces(monkeypatch: pyte
     assert plain["BLOCK_SIZE"] < larger["BLOCK_SIZE"]
 
 
-def test_a_cpu_has_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernel_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprob, "_topk_log_softmax_kernel", kernel := Kernel())
     logprob_kernel.patch()
     assert logprob._topk_log_softmax_kernel is kernel

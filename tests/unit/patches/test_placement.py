@@ -1,4 +1,4 @@
-"""LoRA slots in hand-made layers: matched to modules, moved into shared memory, watched and exported."""
+"""LoRA slots in toy layers: matched to modules, moved into shared memory, watched and exported."""
 
 import sys
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def stack(layer: Any, *pairs: tuple[Tensor, Tensor]) -> Any:
 
 def test_experts_get_slots_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class MoERunner(nn.Module):
-        """Stands for vLLM's layer of experts."""
+        """Stands in for vLLM's experts layer."""
 
     fused_moe = SimpleNamespace(MoERunner=MoERunner)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.runner.moe_runner", fused_moe)
@@ -62,7 +62,7 @@ def test_experts_get_slots_only_on_request(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_experts_whose_gate_and_up_share_a_slot_are_left_out() -> None:
-    """As in vLLM's layer for checkpoints with stacks."""
+    """For example, vLLM's layer for checkpoints with stacked experts."""
     model: Any = nn.Module()
     layer, sides = SimpleNamespace(), {side: (torch.zeros(SLOTS, 4, RANK, HIDDEN),) for side in ("w13", "w2")}
     for side, stacks in sides.items():
@@ -76,7 +76,7 @@ def test_experts_whose_gate_and_up_share_a_slot_are_left_out() -> None:
 
 
 def model_with_slots() -> Any:
-    """A model as vLLM leaves it: wrapped layers, their slots, and the manager that lists them by plain name."""
+    """Return a model as vLLM leaves it: wrapped layers, their slots, and the manager that lists them by name."""
     model = with_lora()
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
     embed = model.embed
@@ -111,7 +111,7 @@ def test_each_slice_of_a_fused_layer_serves_its_own_module() -> None:
     }
 
 
-def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
+def test_head_uses_the_slots_of_its_logits_processor() -> None:
     model: Any = nn.Module()
     processor = SimpleNamespace()
     processor.lora_a_stacked, processor.lora_b_stacked = slots(VOCABULARY, HIDDEN)
@@ -124,22 +124,24 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
 @pytest.mark.parametrize(
     "pairs",
     [
-        [(slots(16, HIDDEN)[0], slots(16, HIDDEN, rank=2 * RANK)[1])],  # fully sharded: A has a part of the rank
-        [slots(8, HIDDEN)],  # B is split, and the weight is not
-        [slots(16, HIDDEN // 2)],  # A is split, and the weight is not
-        [slots(16, HIDDEN), slots(16, HIDDEN)],  # two slices for one weight of the model
+        [
+            (slots(16, HIDDEN)[0], slots(16, HIDDEN, rank=2 * RANK)[1])
+        ],  # fully sharded: A has only part of the LoRA rank
+        [slots(8, HIDDEN)],  # B is split, but the weight is not
+        [slots(16, HIDDEN // 2)],  # A is split, but the weight is not
+        [slots(16, HIDDEN), slots(16, HIDDEN)],  # two slices for a single weight
         [(torch.zeros(SLOTS, 8, RANK, HIDDEN), torch.zeros(SLOTS, 8, 16, RANK))],  # experts
         [(torch.zeros(SLOTS, 1, HIDDEN, RANK).transpose(2, 3), slots(16, HIDDEN)[1])],
         [],
     ],
 )
-def test_slots_of_another_layout_are_left_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def test_slots_with_unsupported_layouts_are_left_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
     model: Any = nn.Module()
     model.lora_manager = SimpleNamespace(modules={"proj": stack(SimpleNamespace(), *pairs)})
     assert placement.lora_slots(model, {"proj.weight": rows("proj.weight", (16, HIDDEN), 0, 16)}) == {}
 
 
-def test_a_part_of_a_fused_adapter_is_left_out() -> None:
+def test_partial_fused_adapter_is_left_out() -> None:
     model = model_with_slots()
     alone = {"q.weight": rows("attn.qkv_proj.weight", (24, HIDDEN), 0, 16)}
     assert placement.lora_slots(model, alone) == {}
@@ -169,7 +171,7 @@ def test_slots_move_with_the_weights_as_the_same_objects() -> None:
     assert table.data_ptr() == model.embed.lora_a_stacked_2d.data_ptr()  # vLLM's second view still sees it
 
 
-def test_a_slot_that_moves_or_goes_is_noticed() -> None:
+def test_moved_or_deleted_slot_is_detected() -> None:
     model = model_with_slots()
     addresses = placement.Addresses(model)
     model.mlp["down_proj"].lora_a_stacked[0][1] = 5
@@ -194,8 +196,8 @@ def test_a_worker_exports_slots_that_can_be_opened(monkeypatch: pytest.MonkeyPat
     assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
 
 
-def test_the_slots_of_a_rank_fit_its_part_of_the_weights() -> None:
-    """Of two ranks the second, with half of the outputs of a column layer and half of the inputs of a row layer."""
+def test_slots_of_a_rank_match_its_part_of_the_weights() -> None:
+    """The second of two ranks has half the outputs of column-parallel and half the inputs of row-parallel layers."""
     model: Any = nn.Module()
     column, row = slots(8, HIDDEN), slots(HIDDEN, 6)
     sharded = row[0], row[1][:, :, : HIDDEN // 2].contiguous()
@@ -225,7 +227,7 @@ def test_the_slots_of_a_rank_fit_its_part_of_the_weights() -> None:
         assert lora_slots["up"] == column
 
 
-def test_a_worker_tells_which_slot_an_adapter_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_reports_the_slot_of_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     made = worker(model_with_slots(), monkeypatch)
     manager = SimpleNamespace(lora_index_to_id=[None, 7])
     made.model_runner.lora_manager = SimpleNamespace(_adapter_manager=manager)

@@ -52,7 +52,7 @@ def test_vllm_is_patched_once_and_only_on_request(
     assert order == (everything if patched else [])
 
 
-def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_vllm_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise IncompatibleVersionError("0.1", hint="another")
 
@@ -125,7 +125,7 @@ def start(code: str, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def find(folder: Path, name: str) -> psutil.Process:
-    """Wait until a member of the family has written its pid."""
+    """Wait until one of the processes has written its pid."""
     deadline = time.monotonic() + LIMIT_S
     while not (folder / name).exists():
         assert time.monotonic() < deadline, f"no {name}"
@@ -134,14 +134,14 @@ def find(folder: Path, name: str) -> psutil.Process:
 
 
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return who is still alive after a while."""
+    """Return the processes that are still alive after a while."""
     alive = psutil.wait_procs(processes, timeout=LIMIT_S)[1]
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("temper", ["meek", "stubborn"])
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_nobody_outlives_a_parent_that_is_killed(tmp_path: Path, method: str, temper: str) -> None:
+def test_children_die_with_a_killed_parent(tmp_path: Path, method: str, temper: str) -> None:
     eldest = start(FAMILY, tmp_path, method, temper)
     family = [find(tmp_path, name) for name in ("engine", "worker")]
     assert all(process.is_running() for process in family)
@@ -158,7 +158,7 @@ def test_a_child_forked_later_ends_with_its_parent(tmp_path: Path) -> None:
     assert left([child]) == []
 
 
-def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
+def test_children_are_left_to_a_parent_that_exits_normally(tmp_path: Path) -> None:
     code = (
         "import multiprocessing, sys, time; from bridge_patches import plugin\n"
         "def child(): plugin.end_with_parent(); time.sleep(0.5); sys.exit(7)\n"
@@ -169,7 +169,7 @@ def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
     assert start(code, tmp_path).wait(LIMIT_S) == 7
 
 
-def test_one_thread_waits_however_often_it_is_tied(tmp_path: Path) -> None:
+def test_repeated_calls_start_only_one_thread(tmp_path: Path) -> None:
     code = (
         "import multiprocessing, sys, threading; from bridge_patches import plugin\n"
         "def child():\n"
@@ -185,10 +185,10 @@ def test_one_thread_waits_however_often_it_is_tied(tmp_path: Path) -> None:
     assert [start(code, tmp_path, method).wait(LIMIT_S) for method in ("spawn", "fork")] == [1, 1]
 
 
-def test_the_process_that_was_told_to_end_can_end_by_itself(tmp_path: Path) -> None:
+def test_terminated_process_may_exit_on_its_own(tmp_path: Path) -> None:
     code = FAMILY.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "signal.signal(signal.SIGTERM, last_words)")
     code = code.replace("def worker", "def last_words(number, frame):\n    note('told')\n    sys.exit(0)\n\ndef worker")
-    code = code.replace("plugin.GRACE_S = 1", "plugin.GRACE_S = 60")  # as long as it takes
+    code = code.replace("plugin.GRACE_S = 1", "plugin.GRACE_S = 60")  # longer than the test
     eldest = start(code, tmp_path, "spawn", "stubborn")
     worker = find(tmp_path, "worker")
     engine = find(tmp_path, "engine")
@@ -198,7 +198,7 @@ def test_the_process_that_was_told_to_end_can_end_by_itself(tmp_path: Path) -> N
     assert int((tmp_path / "told").read_text()) == worker.pid
 
 
-def test_a_fork_finds_no_half_imported_module_in_the_watch() -> None:
-    """A fork while the thread imports a module would leave half of it in the child, whose thread would then die."""
+def test_fork_never_sees_a_half_imported_module() -> None:
+    """A fork during an import in the thread would leave a half-imported module in the child, and kill its thread."""
     code = "import sys; from bridge_patches import plugin; print('multiprocessing.connection' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"True\n"

@@ -1,4 +1,4 @@
-"""Layers that vLLM quantizes when they are loaded keep what they were loaded from, and follow it."""
+"""Layers that vLLM quantizes on loading keep their unquantized sources, and follow them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -23,12 +23,12 @@ DOWN, FUSED = "mlp.down_proj.weight", "mlp.gate_up_proj.weight"
 
 
 def rebound(layer: nn.Module, name: str, values: Tensor) -> None:
-    """Give the parameter the values, as vLLM 0.33 does."""
+    """Assign the values to the same parameter, as vLLM 0.33 does."""
     layer.get_parameter(name).data = values
 
 
 def registered(layer: nn.Module, name: str, values: Tensor) -> None:
-    """Register another parameter, as vLLM 0.26 does."""
+    """Register a new parameter, as vLLM 0.26 does."""
     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
 
@@ -45,7 +45,7 @@ def _no_layers_of_other_tests() -> Iterator[None]:
 
 
 def quantize(model: Any, how: Quantization, replace: Callable[[nn.Module, str, Tensor], None]) -> None:
-    """Let a stand-in for vLLM's method process the feed-forward layers of `model`."""
+    """Process the feed-forward layers of `model` with a stand-in for vLLM's method."""
 
     def process(method: Any, layer: Any) -> None:
         del method
@@ -58,7 +58,7 @@ def quantize(model: Any, how: Quantization, replace: Callable[[nn.Module, str, T
 
 
 @pytest.mark.parametrize("how", ["fp8_per_block", "fp8_per_channel"])
-def test_sources_stay_and_the_fp8_follows_them(how: Quantization, replace: Any) -> None:
+def test_sources_are_kept_and_fp8_follows_them(how: Quantization, replace: Any) -> None:
     model: Any = Model()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     quantize(model, how, replace)
@@ -91,7 +91,7 @@ def test_a_layer_that_is_processed_twice_keeps_its_source(replace: Any) -> None:
 
 
 @pytest.mark.parametrize("harm", ["values", "scales", "repacked"])
-def test_fp8_of_another_form_is_refused_by_name(harm: str, replace: Any) -> None:
+def test_fp8_in_a_different_form_is_refused_by_name(harm: str, replace: Any) -> None:
     model: Any = Model()
     quantize(model, "fp8_per_block", replace)
     weights = quantized.weights_of(model)
@@ -115,7 +115,7 @@ def test_a_kernel_that_drops_the_scales_is_refused(replace: Any) -> None:
         quantized.refuse_other_layouts(quantized.weights_of(model))
 
 
-def test_fp8_is_looked_up_where_the_layer_holds_it(replace: Any) -> None:
+def test_fp8_is_read_from_the_layers_current_parameters(replace: Any) -> None:
     model: Any = Model()
     quantize(model, "fp8_per_block", replace)
     served = model.mlp["down_proj"].weight
@@ -159,7 +159,7 @@ vllm = test_loading.vllm
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_worker_exports_sources_and_makes_their_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_exports_sources_and_requantizes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.weights.skeleton.build", lambda *_, **__: skeleton(SHAPES))
     loader = Loader(is_exact=True)
     model = loading.watched(lambda: loader.load_model(test_loading.CONFIG), loader, test_loading.CONFIG)
@@ -207,7 +207,7 @@ def test_weights_get_memory_when_they_are_created(monkeypatch: pytest.MonkeyPatc
     assert resets == ["Module"]
 
 
-def test_a_cpu_multiplies_by_what_the_fp8_stands_for() -> None:
+def test_cpu_multiplies_by_the_dequantized_weights() -> None:
     layer: Any = nn.Module()
     weight = torch.randn(130, 128).bfloat16()
     layer.weight, layer.weight_scale_inv = fp8.quantized(weight, "fp8_per_block")

@@ -1,4 +1,4 @@
-"""The experts that a server reports: of cached prefixes, requests that restart, and steps that end in any order."""
+"""The experts that a server reports for cached prefixes, restarted requests, and steps that finish in any order."""
 
 from collections.abc import Collection
 from types import SimpleNamespace
@@ -20,13 +20,13 @@ ONE, TWO, OTHER = f"0_{ROLLOUT}{ROUTED}0-one", f"0_{ROLLOUT}{ROUTED}0-two", f"0_
 
 @pytest.fixture
 def in_cache(monkeypatch: pytest.MonkeyPatch) -> ExpertsInCache:
-    """The experts of a model whose cache has two groups, of which the second holds every token."""
+    """Return the experts of a model whose cache has two groups, the second of which holds every token."""
     monkeypatch.setattr(routed_experts, "_attention_group", lambda _: 1)
     return ExpertsInCache()
 
 
 class Engine:
-    """A scheduler and a worker: the experts of a token are made of its position and a version."""
+    """A scheduler and a worker; a token's experts encode its position and a version."""
 
     def __init__(self, in_cache: ExpertsInCache) -> None:
         self.in_cache = in_cache
@@ -78,7 +78,7 @@ class Engine:
             num_scheduled_tokens={id_: count for id_, (_, _, count) in every},
             finished_req_ids=set(finished),
         )
-        order = sorted(every, key=lambda item: item[1][2])  # as a worker may put them
+        order = sorted(every, key=lambda item: item[1][2])  # workers may use any order
         rows = np.concatenate([self.rows(start, start + count) for _, (_, start, count) in order])
         output = SimpleNamespace(req_ids=[id_ for id_, _ in order], **{ROWS: rows})
         self.in_cache.take(self._scheduler, scheduled, output)
@@ -91,7 +91,7 @@ class Engine:
 
 def test_a_request_reports_its_prompt_and_every_token(in_cache: ExpertsInCache) -> None:
     engine = Engine(in_cache)
-    engine.step(new={ONE: ([3, 5], 0, 4), OTHER: ([7], 0, 3)})  # the rest of its prompt follows
+    engine.step(new={ONE: ([3, 5], 0, 4), OTHER: ([7], 0, 3)})  # the remaining prompt follows
     engine.step(cached={OTHER: (None, 3, 1), ONE: (None, 4, 3)})
     engine.step(cached={ONE: (None, 7, 1), OTHER: ([8], 4, 1)})
     engine.step(cached={ONE: ([9], 8, 1)})
@@ -99,7 +99,7 @@ def test_a_request_reports_its_prompt_and_every_token(in_cache: ExpertsInCache) 
     assert engine.reported(OTHER) is None, "it did not ask"
 
 
-def test_a_prefix_in_the_cache_is_reported_as_it_was_computed(in_cache: ExpertsInCache) -> None:
+def test_cached_prefix_reports_its_original_experts(in_cache: ExpertsInCache) -> None:
     engine = Engine(in_cache)
     engine.step(new={OTHER: ([3, 5], 0, 8)})
     engine.version = 1
@@ -108,13 +108,13 @@ def test_a_prefix_in_the_cache_is_reported_as_it_was_computed(in_cache: ExpertsI
     assert np.array_equal(engine.reported(TWO), np.concatenate([engine.rows(0, 4, 0), engine.rows(4, 5)]))
 
 
-def test_a_prefix_that_another_request_computes_in_the_same_step_is_reported(in_cache: ExpertsInCache) -> None:
+def test_prefix_computed_in_the_same_step_is_reported(in_cache: ExpertsInCache) -> None:
     engine = Engine(in_cache)
     engine.step(new={ONE: ([3, 5], 0, 6), TWO: ([3, 6], 4, 2)})
     assert np.array_equal(engine.reported(TWO), engine.rows(0, 6))
 
 
-def test_a_block_that_is_used_again_has_its_new_tokens(in_cache: ExpertsInCache) -> None:
+def test_reused_block_has_the_experts_of_its_new_tokens(in_cache: ExpertsInCache) -> None:
     engine = Engine(in_cache)
     engine.step(new={OTHER: ([3], 0, 4)})
     engine.version = 1
@@ -124,12 +124,12 @@ def test_a_block_that_is_used_again_has_its_new_tokens(in_cache: ExpertsInCache)
 
 
 def test_sampled_tokens_keep_the_experts_that_sampled_them(in_cache: ExpertsInCache) -> None:
-    """A preempted request computes its tokens again, elsewhere and maybe by newer weights."""
+    """A preempted request recomputes its tokens, at other positions and possibly with newer weights."""
     engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 3)})
     engine.step(cached={ONE: (None, 3, 1)})
     engine.version = 1
-    engine.step(resumed={ONE: ([6, 7], 0, 3)}, num_output_tokens=2)  # in two parts
+    engine.step(resumed={ONE: ([6, 7], 0, 3)}, num_output_tokens=2)  # in two chunks
     engine.step(cached={ONE: (None, 3, 2)})
     engine.step(cached={ONE: (None, 5, 1)})
     assert np.array_equal(engine.reported(ONE), np.concatenate([engine.rows(0, 4, 0), engine.rows(4, 6)]))
@@ -137,8 +137,8 @@ def test_sampled_tokens_keep_the_experts_that_sampled_them(in_cache: ExpertsInCa
     assert np.array_equal(engine.reported(TWO), engine.rows(0, 5)), "what finds its tokens finds what is in the cache"
 
 
-def test_a_step_whose_token_was_discarded_is_not_kept(in_cache: ExpertsInCache) -> None:
-    """As for a step that was computed while the request was preempted: its token is sampled again."""
+def test_experts_of_a_discarded_token_are_dropped(in_cache: ExpertsInCache) -> None:
+    """For example, the token of a step that was computed while the request was preempted is sampled again."""
     engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 3)})
     engine.step(cached={ONE: (None, 3, 1)})
@@ -148,7 +148,7 @@ def test_a_step_whose_token_was_discarded_is_not_kept(in_cache: ExpertsInCache) 
 
 
 @pytest.mark.parametrize("how", ["resumed", "new"])
-def test_a_prompt_that_restarts_before_any_token_is_of_one_version(in_cache: ExpertsInCache, how: str) -> None:
+def test_prompt_restarted_before_any_token_has_one_version(in_cache: ExpertsInCache, how: str) -> None:
     engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 2)})
     engine.version = 1
@@ -156,8 +156,8 @@ def test_a_prompt_that_restarts_before_any_token_is_of_one_version(in_cache: Exp
     assert np.array_equal(engine.reported(ONE), engine.rows(0, 4))
 
 
-def test_a_finished_request_is_forgotten_after_the_step_that_was_scheduled_with_it(in_cache: ExpertsInCache) -> None:
-    """As with asynchronous scheduling."""
+def test_finished_request_is_forgotten_after_its_last_step(in_cache: ExpertsInCache) -> None:
+    """Asynchronous scheduling does this."""
     engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 2), TWO: ([4], 0, 2)})
     assert len(engine.reported(ONE)) == 2
@@ -167,7 +167,7 @@ def test_a_finished_request_is_forgotten_after_the_step_that_was_scheduled_with_
     assert np.array_equal(engine.reported(TWO), engine.rows(0, 4))
 
 
-def test_a_request_that_vllm_may_end_later_reports_in_every_output(in_cache: ExpertsInCache) -> None:
+def test_requests_with_stop_strings_report_in_every_output(in_cache: ExpertsInCache) -> None:
     engine, early = Engine(in_cache), f"{ONE}at-once-"
     engine.step(new={early: ([3], 0, 3)})
     first = engine.reported(early, finish_reason=None)
@@ -178,7 +178,7 @@ def test_a_request_that_vllm_may_end_later_reports_in_every_output(in_cache: Exp
     assert engine.reported(TWO, finish_reason=None) is None
 
 
-def test_a_later_turn_reports_what_no_turn_before_has(in_cache: ExpertsInCache) -> None:
+def test_later_turn_reports_only_new_tokens(in_cache: ExpertsInCache) -> None:
     engine, turn = Engine(in_cache), f"0_{ROLLOUT}{ROUTED}5-turn"
     engine.step(new={OTHER: ([3, 5], 0, 6)})
     engine.version = 1
@@ -190,7 +190,7 @@ def test_a_later_turn_reports_what_no_turn_before_has(in_cache: ExpertsInCache) 
     assert np.array_equal(engine.reported(TWO), engine.rows(0, 5)), "all tokens are known"
 
 
-def test_models_without_experts_or_without_full_attention_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_models_report_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_experts, "_attention_group", lambda _: None)
     engine = Engine(ExpertsInCache())
     engine.step(new={ONE: ([3], 0, 2)})
@@ -200,7 +200,7 @@ def test_models_without_experts_or_without_full_attention_report_nothing(monkeyp
 
 
 class Router:
-    """One of vLLM's."""
+    """A vLLM router."""
 
     def __init__(self, num_experts: int = 8, top_k: int = NUM_CHOSEN) -> None:
         self.top_k = top_k
@@ -241,7 +241,7 @@ def model(*routers: Router) -> nn.Module:
         ([Router()], None, 2, False),
     ],
 )
-def test_models_whose_layers_choose_alike_are_watched(
+def test_only_models_with_uniform_routers_are_watched(
     routers: list[Router], speculation: Any, num_stages: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routed_experts, "_recorder", None)

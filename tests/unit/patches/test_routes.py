@@ -1,4 +1,4 @@
-"""The routes as the client sees them: who may call them, how requests are refused, and the version on every answer."""
+"""The routes as clients see them: who may call them, how requests are refused, and the version on every response."""
 
 import asyncio
 import json
@@ -34,12 +34,12 @@ ELEMENT = {"parameter": "w", "index": 3}
 
 
 def after(version: int) -> dict[str, Any]:
-    """A publication that must follow `version`."""
+    """Return a publication that must follow `version`."""
     return {**HOLDER, "after": version}
 
 
 class FakeEngine:
-    """An engine whose weights are a dict; `num_ranks` of them agree, and `more` answers follow."""
+    """An engine whose weights are a dict; `num_ranks` ranks give the same answer, followed by the answers `more`."""
 
     def __init__(self, num_ranks: int = 1, *more: Any) -> None:
         self.engine_core = self
@@ -122,7 +122,7 @@ def http(app: FastAPI) -> Iterator[TestClient]:
     "given", [None, "", "Bearer", "Bearer wrong", "Bearer secret2", "secret", "Bearer schl\u00fcssel"]
 )
 @pytest.mark.parametrize(("method", "route"), [("GET", "status"), ("POST", "pause"), ("GET", "tensors/digest")])
-def test_without_the_manifests_token_nothing_is_answered(
+def test_requests_without_the_manifests_token_are_refused(
     app: FastAPI, given: str | None, method: str, route: str
 ) -> None:
     headers = {} if given is None else {b"authorization": given.encode()}
@@ -132,14 +132,14 @@ def test_without_the_manifests_token_nothing_is_answered(
     assert app.state.bridge_fence.state == "serving"
 
 
-def test_every_route_of_the_router_wants_the_token() -> None:
+def test_every_bridge_route_requires_the_token() -> None:
     assert routes.router.routes
     for route in routes.router.routes:
         calls = [dependency.call for dependency in route.dependant.dependencies]  # type: ignore[attr-defined]
         assert routes._authorize in calls, route
 
 
-def test_a_passage_over_http(http: TestClient) -> None:
+def test_update_over_http(http: TestClient) -> None:
     before = Status.model_validate_json(http.get("/bridge/status").content)
     assert (before.version, before.state, before.holder, before.server) == (0, "serving", None, ME.processes[0])
     paused = Status.model_validate_json(http.post("/bridge/pause", json=HOLDER).content)
@@ -148,7 +148,7 @@ def test_a_passage_over_http(http: TestClient) -> None:
     assert (published.version, published.state, published.holder) == (1, "serving", None)
 
 
-def test_a_passage_with_a_sleeping_kv_cache_over_http(http: TestClient, app: FastAPI) -> None:
+def test_update_with_a_sleeping_kv_cache_over_http(http: TestClient, app: FastAPI) -> None:
     asking, engine = {**HOLDER, "sleep": True}, app.state.bridge_engine
     assert http.get("/bridge/status").json()["can_sleep"] is False
     refused = http.post("/bridge/pause", json=asking)
@@ -226,7 +226,7 @@ def test_the_status_has_the_checkpoint_and_versions_only_rise(http: TestClient) 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_reading_and_digests_answer_what_the_first_rank_says(http: TestClient, app: FastAPI, num_ranks: int) -> None:
+def test_reads_and_digests_come_from_the_first_rank(http: TestClient, app: FastAPI, num_ranks: int) -> None:
     app.state.bridge_engine = FakeEngine(num_ranks)
     values = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": [ELEMENT]}).content)
     assert values.values == (1.5,)
@@ -247,17 +247,17 @@ def test_each_rank_answers_for_its_own_part(http: TestClient, app: FastAPI) -> N
     assert http.get("/bridge/tensors/digest?part=2").status_code == 404
 
 
-def test_a_rank_with_another_number_of_tensors_is_named(http: TestClient, app: FastAPI) -> None:
+def test_rank_with_a_different_tensor_count_is_named(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_engine = FakeEngine(1, (3, []))
     assert "rank 1 returned 3, expected 2" in http.get("/bridge/tensors/finite").json()["error"]
 
 
-def test_a_tensor_that_any_rank_finds_broken_is_named_once(http: TestClient, app: FastAPI) -> None:
+def test_non_finite_tensor_on_any_rank_is_named_once(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_engine = FakeEngine(1, (2, ["v"]), (2, ["w", "v"]))
     assert http.get("/bridge/tensors/finite").json() == {"num_tensors": 2, "not_finite": ["v", "w"]}
 
 
-def test_weights_are_received_by_the_holder_of_the_fence_alone(http: TestClient, app: FastAPI) -> None:
+def test_only_the_fence_holder_can_transfer_weights(http: TestClient, app: FastAPI) -> None:
     body = {**HOLDER, "call": "update_weights", "arguments": {"update_info": {"value": 2.5}}}
     assert http.post("/bridge/transfer", json=body).status_code == 409
     http.post("/bridge/pause", json=HOLDER)
@@ -300,7 +300,7 @@ def test_values_that_do_not_fit_are_refused(http: TestClient, app: FastAPI, valu
 
 
 @pytest.mark.parametrize("version", [2**53, 10**30, -1, 1.5])
-def test_a_version_beyond_what_every_reader_takes_is_refused(http: TestClient, version: float) -> None:
+def test_version_too_large_for_json_readers_is_refused(http: TestClient, version: float) -> None:
     http.post("/bridge/pause", json=HOLDER)
     for body in ({"version": version, "after": 0}, {"after": version}):
         assert http.post("/bridge/publish", json={**HOLDER, **body}).status_code == 422
@@ -309,7 +309,7 @@ def test_a_version_beyond_what_every_reader_takes_is_refused(http: TestClient, v
     )
 
 
-def test_weights_that_are_no_numbers_are_read_and_named(http: TestClient, app: FastAPI) -> None:
+def test_non_finite_weights_are_read_and_named(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_engine = FakeEngine(2)
     assert http.get("/bridge/tensors/finite").json() == {"num_tensors": 2, "not_finite": []}
     app.state.bridge_engine.weights = {3: float("nan"), 2: float("-inf")}
@@ -329,11 +329,11 @@ def test_weights_that_are_no_numbers_are_read_and_named(http: TestClient, app: F
         [],
     ],
 )
-def test_a_request_that_does_not_fit_is_no_servers_error(http: TestClient, body: Any) -> None:
+def test_malformed_request_is_not_a_server_error(http: TestClient, body: Any) -> None:
     assert http.post("/bridge/tensors/read", json=body).status_code == 422
 
 
-def test_every_answer_has_the_version_or_both_versions(http: TestClient, app: FastAPI) -> None:
+def test_every_response_has_the_version_or_both_versions(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_fence.version = 3
     assert http.get("/v1/quick").headers[VERSION_HEADER] == "3"
     assert http.get("/v1/updated").headers[VERSION_HEADER] == "3-4"
@@ -341,7 +341,7 @@ def test_every_answer_has_the_version_or_both_versions(http: TestClient, app: Fa
     assert http.get("/v1/none").headers[VERSION_HEADER] == "4"
 
 
-def test_before_the_engine_is_ready_answers_carry_no_version(app: FastAPI) -> None:
+def test_responses_have_no_version_until_the_engine_is_ready(app: FastAPI) -> None:
     del app.state.bridge_fence
     answer = TestClient(app).get("/v1/quick")
     assert answer.status_code == 200
@@ -385,7 +385,7 @@ def test_an_unhealthy_server_is_not_polled_without_pause(tmp_path: Path) -> None
     assert not (tmp_path / "m").exists()
 
 
-def test_a_proxy_in_the_environment_is_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_in_the_environment_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -395,7 +395,7 @@ def test_a_proxy_in_the_environment_is_passed_by(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "m").exists()
 
 
-def test_an_unwritable_manifest_ends_the_server_with_one_line(
+def test_unwritable_manifest_stops_the_server_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raised: list[int] = []
@@ -417,7 +417,7 @@ def test_an_unwritable_manifest_ends_the_server_with_one_line(
         (True, "cuda_checkpoint", None, None, "nccl", Capabilities(can_receive_weights=True)),
     ],
 )
-def test_the_capabilities_are_those_of_vllms_config(
+def test_capabilities_come_from_vllms_config(
     sleep_mode: bool,
     backend: str,
     num_blocks: int | None,

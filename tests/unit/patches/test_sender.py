@@ -1,4 +1,4 @@
-"""The sender of a vLLM before 0.28, of its parts; a later one is vLLM's own (`tests/cpu/test_transfer.py`)."""
+"""The sender for vLLM before 0.28, built from vLLM's parts; later ones are in `tests/cpu/test_transfer.py`."""
 
 import sys
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from bridge_patches import sender
 PACKAGE = "vllm.distributed.weight_transfer"
 
 
-def test_before_0_28_the_same_calls_are_made_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_sender_makes_the_same_calls_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def send(iterator: Any, chosen: Any) -> None:

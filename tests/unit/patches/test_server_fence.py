@@ -24,14 +24,14 @@ ASLEEP = [*PAUSED, "sleep"]
 
 
 class FakeEngine:
-    """vLLM's `AsyncLLM` as the fence uses it; `failing` names the call that raises."""
+    """The parts of vLLM's `AsyncLLM` that the fence uses; `failing` names the call that raises."""
 
     def __init__(self, *, moved: list[list[str]] | None = None, dropped: bool = True, failing: str = "") -> None:
         self.calls: list[str] = []
         self.paused = False
         self.awake = True
         self.missing: list[str | None] = [None, None]
-        """What each rank lacks to wake up."""
+        """Why each rank cannot wake up, or None."""
         self.version = 0
         self.engine_core = self
         self._moved = moved or [[]]
@@ -181,7 +181,7 @@ def test_concurrent_pauses_let_one_process_in() -> None:
 
 @asynccontextmanager
 async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncIterator[ServerFence]:
-    """A fence whose holder has died."""
+    """Return a fence whose holder has died."""
     child = living()
     fence = ServerFence(engine, manifest())
     try:
@@ -234,7 +234,7 @@ def test_writer_without_a_checkpoint_keeps_the_last() -> None:
     run(passage())
 
 
-def test_versions_never_run_backwards() -> None:
+def test_versions_never_decrease() -> None:
     fence = ServerFence(FakeEngine(), manifest())
 
     async def passage() -> None:
@@ -263,7 +263,7 @@ def test_an_invisible_holder_is_refused_the_fence() -> None:
     run(passage())
 
 
-def test_torn_weights_and_adapters_need_their_own_kind() -> None:
+def test_torn_weights_need_weights_and_adapters_an_adapter() -> None:
     engine = FakeEngine()
     child = living()
     fence = ServerFence(engine, manifest())
@@ -296,7 +296,7 @@ def sleeper(engine: FakeEngine) -> ServerFence:
     return ServerFence(engine, manifest(), Capabilities(can_sleep=True))
 
 
-def test_the_kv_cache_sleeps_until_the_next_token() -> None:
+def test_kv_cache_sleeps_until_the_server_resumes() -> None:
     engine = FakeEngine()
     fence = sleeper(engine)
 
@@ -354,7 +354,7 @@ def test_kv_cache_asleep_on_some_ranks_is_woken() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_failed_pause_waits_for_memory(ends: bool) -> None:
+def test_failed_pause_retries_until_memory_is_free(ends: bool) -> None:
     engine, child = FakeEngine(failing="sleep"), living()
     fence, holder = sleeper(engine), holder_of(child.pid)
 
@@ -365,7 +365,7 @@ def test_a_failed_pause_waits_for_memory(ends: bool) -> None:
         assert (fence.state, fence.holder, fence.status().writes, engine.paused) == ("paused", holder, "nothing", True)
         if ends:
             end(child)
-            while engine.calls.count("wake") < 2:  # noqa: ASYNC110  it tries again by itself
+            while engine.calls.count("wake") < 2:  # noqa: ASYNC110  the fence retries by itself
                 await asyncio.sleep(server_fence.POLL_S)
         engine.missing = [None, None]
         if not ends:
@@ -463,7 +463,7 @@ def test_keys_and_values_are_kept_if_requested_and_possible(
 QUANTIZED = {"quantized": {"w": "fp8_per_block"}}
 
 
-def test_fp8_is_made_after_the_write_and_before_the_next_token() -> None:
+def test_fp8_is_requantized_between_write_and_next_token() -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest(**QUANTIZED), Capabilities(can_sleep=True))
 
@@ -477,7 +477,7 @@ def test_fp8_is_made_after_the_write_and_before_the_next_token() -> None:
     run(passage())
 
 
-def test_fp8_is_made_before_a_release_resumes() -> None:
+def test_fp8_is_requantized_before_a_release_resumes() -> None:
     engine = FakeEngine(failing="requantize")
     fence = ServerFence(engine, manifest(**QUANTIZED))
 
@@ -503,7 +503,7 @@ def test_fp8_is_made_before_a_release_resumes() -> None:
         (["weights"], False, 1),
     ],
 )
-def test_fp8_is_made_once_if_weights_were_written(pauses: list[Written], published: bool, made: int) -> None:
+def test_fp8_is_requantized_once_if_weights_were_written(pauses: list[Written], published: bool, made: int) -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest(**QUANTIZED))
 
@@ -519,7 +519,7 @@ def test_fp8_is_made_once_if_weights_were_written(pauses: list[Written], publish
     run(passage())
 
 
-def test_fp8_that_cannot_be_made_is_not_published() -> None:
+def test_failed_requantization_is_not_published() -> None:
     engine = FakeEngine(failing="requantize")
     fence = ServerFence(engine, manifest(**QUANTIZED))
 
@@ -535,7 +535,7 @@ def test_fp8_that_cannot_be_made_is_not_published() -> None:
     run(passage())
 
 
-def test_fp8_of_any_rank_is_made() -> None:
+def test_fp8_is_requantized_if_any_rank_has_it() -> None:
     engine, first = FakeEngine(), manifest()
     second = {**first.shards[0].model_dump(include=set(Shard.model_fields)), **QUANTIZED, "rank": 1}
     fence = ServerFence(engine, manifest(other_shards=(second,)))

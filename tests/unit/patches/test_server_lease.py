@@ -1,4 +1,4 @@
-"""One process updates a server at a time: who gets the lease, who may pause, and what a death leaves behind."""
+"""One process updates a server at a time: who gets the lease, who may pause, and the state after a process dies."""
 
 import asyncio
 import signal
@@ -56,7 +56,7 @@ async def begun(engine: Draining, pause: "asyncio.Future[None]") -> None:
     assert not pause.done()
 
 
-def test_a_second_trainer_is_refused_and_the_first_named(fence: ServerFence, other: Holder) -> None:
+def test_second_trainer_is_refused_naming_the_first(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     with pytest.raises(AttachError) as refused:
         fence.take_lease(ME, "runs/second")
@@ -67,7 +67,7 @@ def test_a_second_trainer_is_refused_and_the_first_named(fence: ServerFence, oth
     assert (lease.holder, lease.run) == (other, "runs/first")
 
 
-def test_only_its_holder_returns_a_lease(fence: ServerFence, other: Holder) -> None:
+def test_only_the_holder_can_return_a_lease(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     fence.release_lease(ME)
     assert fence.lease
@@ -84,7 +84,7 @@ def test_the_lease_of_a_dead_process_is_free(fence: ServerFence, child: subproce
     assert fence.lease
 
 
-def test_an_invisible_process_gets_no_lease(fence: ServerFence) -> None:
+def test_process_in_another_namespace_gets_no_lease(fence: ServerFence) -> None:
     with pytest.raises(AttachError, match="not visible"):
         fence.take_lease(elsewhere(), "runs/elsewhere")
 
@@ -106,7 +106,7 @@ def test_a_reader_that_dies_leaves_nothing_torn(
     run(passage())
 
 
-def test_the_lease_waits_for_who_is_inside_the_fence(fence: ServerFence, other: Holder) -> None:
+def test_lease_is_not_granted_while_another_holds_the_fence(fence: ServerFence, other: Holder) -> None:
     async def passage() -> None:
         await fence.pause(asking(other, "keep"))
         with pytest.raises(FenceBusyError):
@@ -136,7 +136,7 @@ def test_a_lease_outlives_its_return_inside_the_fence(
     run(passage())
 
 
-def test_a_trainer_that_believes_in_another_version_is_refused(fence: ServerFence, engine: FakeEngine) -> None:
+def test_trainer_expecting_a_different_version_is_refused(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
         fence.version = 7
         with pytest.raises(AttachError, match="serves version 7, expected version 5"):
@@ -151,7 +151,7 @@ def test_a_trainer_that_believes_in_another_version_is_refused(fence: ServerFenc
     run(passage())
 
 
-def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, engine: FakeEngine) -> None:
+def test_publication_with_a_lost_response_happens_once(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
         await fence.pause(asking(ME, "keep"))
         for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_publication_that_could_not_resume_is_retried(fence: ServerFence, engi
     run(passage())
 
 
-def test_who_paused_to_write_does_not_become_a_reader(
+def test_pausing_again_to_read_does_not_end_writing(
     fence: ServerFence, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
@@ -255,7 +255,7 @@ def test_a_disconnected_trainer_does_not_get_its_pause(drained: bool) -> None:
         pause = asyncio.ensure_future(fence.pause(asking(ME, "wait"), has_left))
         await begun(engine, pause)
         left.set()
-        await fence.release(ME)  # sent by a trainer that missed the answer
+        await fence.release(ME)  # sent by a trainer that missed the response
         if drained:
             engine.drained.set()
         with pytest.raises(AttachError, match="nothing was written"):
@@ -326,7 +326,7 @@ Processes = tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    """Two live ranks, the leader first."""
+    """Start two live ranks, leader first."""
     both = living(), living()
     yield both
     for process in both:
@@ -338,9 +338,7 @@ def ranks(processes: Processes) -> Holder:
     return holder_of(*(process.pid for process in processes))
 
 
-def test_ranks_pause_and_publish_as_one_whichever_of_them_calls(
-    fence: ServerFence, engine: FakeEngine, ranks: Holder
-) -> None:
+def test_any_rank_may_pause_and_publish_for_all(fence: ServerFence, engine: FakeEngine, ranks: Holder) -> None:
     async def passage() -> None:
         fence.take_lease(ranks, "runs/first")
         await fence.pause(asking(ranks, "keep"))
@@ -353,7 +351,7 @@ def test_ranks_pause_and_publish_as_one_whichever_of_them_calls(
     run(passage())
 
 
-def test_one_rank_alone_is_another_holder(fence: ServerFence, ranks: Holder, processes: Processes) -> None:
+def test_single_rank_is_a_different_holder(fence: ServerFence, ranks: Holder, processes: Processes) -> None:
     async def passage() -> None:
         fence.take_lease(ranks, "runs/first")
         await fence.pause(asking(ranks, "keep"))
@@ -374,7 +372,7 @@ def test_a_lease_is_free_when_all_ranks_have_ended(fence: ServerFence, processes
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_incomplete_ranks_get_neither_lease_nor_fence(
+def test_holder_with_a_dead_rank_gets_no_lease_or_fence(
     fence: ServerFence, engine: FakeEngine, processes: Processes, ranks: Holder, leads: bool
 ) -> None:
     end(processes[0 if leads else 1])
@@ -430,7 +428,7 @@ def test_no_takeover_while_a_writing_rank_is_alive(
     run(passage())
 
 
-def test_ranks_that_lose_one_do_not_get_a_pending_pause(processes: Processes, ranks: Holder) -> None:
+def test_holder_losing_a_rank_does_not_get_a_pending_pause(processes: Processes, ranks: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())

@@ -1,4 +1,4 @@
-"""What a fork of the API server keeps and gives up, and when vLLM spawns instead."""
+"""What a fork of the API server keeps and closes, and when vLLM spawns instead."""
 
 import multiprocessing.util
 import signal
@@ -90,7 +90,7 @@ def find_text(path: Path) -> str:
 
 
 @pytest.mark.parametrize("family", ["patched", "plain"], indirect=True)
-def test_the_port_is_free_once_the_server_is_dead(
+def test_port_is_free_once_the_server_is_dead(
     family: tuple[subprocess.Popen[bytes], psutil.Process], port: int, request: pytest.FixtureRequest
 ) -> None:
     parent, engine = family
@@ -104,7 +104,7 @@ def test_the_port_is_free_once_the_server_is_dead(
 
 
 @pytest.mark.parametrize("family", ["patched", "plain"], indirect=True)
-def test_a_signal_to_the_engine_is_its_own(
+def test_signal_to_the_engine_does_not_reach_the_server(
     family: tuple[subprocess.Popen[bytes], psutil.Process], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     _, engine = family
@@ -115,7 +115,7 @@ def test_a_signal_to_the_engine_is_its_own(
 
 
 class ModelConfig:
-    """vLLM's, with three of its fields."""
+    """vLLM's model configuration, with three of its fields."""
 
     def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
         self.model = model
@@ -124,7 +124,7 @@ class ModelConfig:
 
 
 class Vllm:
-    """The patched functions of vLLM, over stand-ins for its modules."""
+    """vLLM's patched functions, with stand-ins for its modules."""
 
     def __init__(self) -> None:
         self.start_method = "fork"
@@ -163,14 +163,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     return patched
 
 
-def test_the_model_is_inspected_here_only_if_the_engine_is_forked(vllm: Vllm) -> None:
+def test_model_is_inspected_in_process_only_when_forking(vllm: Vllm) -> None:
     inspect = vars(vllm.registry)["_run_in_subprocess"]
     assert inspect(lambda: "inspected") == "inspected"
     vllm.start_method = "spawn"  # CUDA is initialized, or the caller chose it
     assert inspect(lambda: "inspected") == "subprocess: inspected"
 
 
-def test_compiled_graphs_are_found_from_another_folder(vllm: Vllm) -> None:
+def test_compiled_graphs_are_reused_from_another_folder(vllm: Vllm) -> None:
     factors = vars(vllm.utils)["get_hash_factors"]
     kept = {"dtype": "bfloat16", "trust_remote_code": False}
     assert factors(ModelConfig("a"), set()) == factors(ModelConfig("b"), set()) == kept
@@ -180,7 +180,7 @@ def test_compiled_graphs_are_found_from_another_folder(vllm: Vllm) -> None:
 
 
 @pytest.mark.parametrize("is_initialized", [False, True])
-def test_vllm_spawns_where_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch, is_initialized: bool) -> None:
+def test_vllm_spawns_if_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch, is_initialized: bool) -> None:
     system_utils = pytest.importorskip("vllm.utils.system_utils")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setattr(system_utils, "cuda_is_initialized", lambda: is_initialized)

@@ -1,4 +1,4 @@
-"""The sleep pool over a fake of vLLM's: what stays out of it, and that waking it is all or nothing."""
+"""The sleep pool, with a fake of vLLM's: what stays out of it, and that waking up is all or nothing."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ class Allocation:
 
 @dataclass
 class Gpu:
-    """Free memory, and what is mapped there: each address at most once."""
+    """A GPU's free memory and mappings; each address can be mapped at most once."""
 
     free_bytes: int
     mapped: set[int] = field(default_factory=set)
     fails_after: int = 99
-    """Number of mappings after which CUDA refuses one, even with free memory."""
+    """Number of mappings after which CUDA refuses more, even if memory is free."""
 
     def map(self, handle: tuple[int, int]) -> None:
         address, num_bytes = handle
@@ -51,7 +51,7 @@ class Gpu:
 
 
 class FakeWorker(BridgeWorker):
-    """vLLM's worker and its pool as of 0.26: sleeping and waking always affect everything in it."""
+    """vLLM's worker and its pool as of 0.26: sleeping and waking always affect the entire pool."""
 
     def __init__(self, gpu: Gpu, allocations: dict[int, Allocation]) -> None:
         self.gpu, self.allocations = gpu, allocations
@@ -124,7 +124,7 @@ def test_sleep_frees_the_memory_and_wake_maps_it_again(start: Callable[..., Fake
         assert (worker.gpu.free_bytes, worker.gpu.mapped) == (50 * GIB, {0, 1})
 
 
-def test_too_little_memory_is_reported_and_none_is_kept(start: Callable[..., FakeWorker]) -> None:
+def test_failed_wake_reports_and_keeps_no_memory(start: Callable[..., FakeWorker]) -> None:
     worker = start(20, 30)
     worker.bridge_sleep()
     worker.gpu.free_bytes -= 60 * GIB

@@ -1,4 +1,4 @@
-"""What ranks send each other comes back as it was, to the bit, and runs nothing."""
+"""Messages between ranks survive a round trip bit for bit, and cannot execute code."""
 
 import json
 import math
@@ -39,7 +39,7 @@ GROUP = Group(
         TrainConfig.of(model_name="m", lr=1e-5, run_dir=Path("r")),
     ],
 )  # fmt: skip
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+def test_value_survives_a_round_trip(value: Any) -> None:
     back = messages.loads(messages.dumps(value))
     assert back == value
     assert repr(back) == repr(value)
@@ -47,14 +47,14 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
-def test_a_tensor_comes_back_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensor_survives_a_round_trip_bitwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).to(dtype)
     back = messages.loads(messages.dumps({"t": tensor}))["t"]
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(back, tensor)
 
 
-def test_an_unknown_kind_of_value_is_refused_where_it_is_sent() -> None:
+def test_unsupported_value_is_refused_by_the_sender() -> None:
     with pytest.raises(UsageError, match=r"a builtins\.set cannot be sent to other ranks"):
         messages.dumps([{"prompt": {1, 2}}])
 

@@ -1,4 +1,4 @@
-"""Ranks: an agreement ends a phase alike everywhere, and what several share is what a single process computes."""
+"""Ranks: a phase ends with the same outcome on all ranks, and several ranks compute the same as one process."""
 
 import errno
 import ipaddress
@@ -68,7 +68,7 @@ STEPS = 3
 OFFLOADED = "offloaded"
 RELEASED: dict[str, Any] = {"gradient_release": True}
 IGNORED = 1
-"""A parameter that no rank has a gradient for in the second step; the fifth has one on rank 0 alone."""
+"""A parameter without a gradient on any rank in the second step; the fifth has one only on rank 0."""
 
 
 def gradients_of(rank: int, step: int) -> list[Tensor | None]:
@@ -83,7 +83,7 @@ def gradients_of(rank: int, step: int) -> list[Tensor | None]:
 
 @pytest.fixture(autouse=True)
 def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let optimizers of tiny models work in several slabs, pieces and chunks."""
+    """Make optimizers of tiny models use several slabs, pieces and chunks."""
     monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", 3000)
     monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", 2000)
     monkeypatch.setattr(offloaded_adamw, "CHUNK_ELEMENTS", 1024)
@@ -96,7 +96,7 @@ def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> Sharde
 
 
 def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
-    """Step on one rank of several, or alone with the gradients of `size` ranks added up in their order."""
+    """Step on one of several ranks, or in one process with the gradients of `size` ranks summed in rank order."""
     chance = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape, generator=chance).to(dtype)) for shape in SHAPES]
     addresses = [weight.data_ptr() for weight in weights]
@@ -145,7 +145,7 @@ def test_sharded_step_equals_one_process_bit_for_bit(name: str, size: int, dtype
 
 
 class Uneven(nn.Module):
-    """Parameters of which some have no gradient in a step, on some ranks or on all; the first is used twice."""
+    """A module in which some parameters have no gradient on some or all ranks in a step; the first is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Uneven(nn.Module):
         self.weights = nn.ParameterList(torch.randn(shape, generator=chance).bfloat16() for shape in SHAPES)
 
     def loss(self, rank: int, step: int) -> Tensor | None:
-        """Return what makes gradients that add up exactly in bf16; None: this rank has no share."""
+        """Return a loss whose gradients add up exactly in bf16; None if this rank has no share."""
         if rank == 1 and step == 2:
             return None
         chance = torch.Generator().manual_seed(10 * step + rank)
@@ -165,7 +165,7 @@ class Uneven(nn.Module):
 
 
 def released(ranks: Ranks, name: str, size: int, max_norm: float) -> dict[str, Any]:
-    """Step in the backward pass on one rank of several, or alone with the losses of `size` ranks."""
+    """Step in the backward pass on one of several ranks, or in one process with the losses of `size` ranks."""
     model = Uneven()
     weights = [*model.weights]
     optimizer = optimizer_of(weights, name, ranks)
@@ -202,7 +202,7 @@ def test_released_gradients_of_ranks_step_as_one_process(name: str, size: int) -
         assert mine["shares"] == whole["shares"]
 
 
-def test_each_released_gradient_of_ranks_is_clipped_alone() -> None:
+def test_each_released_gradient_is_clipped_separately() -> None:
     whole = released(ALONE, "adamw", 2, 0.5)
     assert not torch.equal(whole["state"][0]["exp_avg"], released(ALONE, "adamw", 2, math.inf)["state"][0]["exp_avg"])
     one, other = on_ranks(2, released, "adamw", 2, 0.5)
@@ -212,7 +212,7 @@ def test_each_released_gradient_of_ranks_is_clipped_alone() -> None:
 
 
 def read_once(ranks: Ranks) -> tuple[bool, bool]:
-    """Read the state of all parameters that had an update; return whether it is dropped then, and zero once reset."""
+    """Read the state of all updated parameters; return whether it is dropped afterward, and zero once reset."""
     weights = [nn.Parameter(torch.ones(512)) for _ in range(3)]
     optimizer = SplitMasterAdamW(weights, ranks=ranks)
     for weight in weights[:2]:
@@ -228,12 +228,12 @@ def read_once(ranks: Ranks) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("late", [None, 0, 1])
-def test_ranks_of_different_parts_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, late: int | None) -> None:
+def test_ranks_with_different_tp_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, late: int | None) -> None:
     get = torch.distributed.TCPStore.get  # type: ignore[attr-defined]
 
     def slow_get(store: Any, key: str) -> bytes:
         if key.startswith("--tensor-parallel-size") and torch.distributed.get_rank() == late:
-            time.sleep(1)  # another rank must not leave meanwhile, and the store with it
+            time.sleep(1)  # keep this rank, and with it the store, alive for the others
         return bytes(get(store, key))
 
     monkeypatch.setattr(torch.distributed.TCPStore, "get", slow_get)  # type: ignore[attr-defined]
@@ -255,7 +255,7 @@ def test_gathered_state_is_not_kept() -> None:
 
 
 def graphs_of_a_step(ranks: Ranks) -> tuple[int, int]:
-    """Return how many graphs torch has compiled when the state is allocated, and after an update."""
+    """Return the number of graphs that torch has compiled after allocating the state, and after an update."""
     weight = nn.Parameter(torch.zeros(5 * 256))
     optimizer = SplitMasterAdamW([weight], ranks=ranks, compiles=True)
     optimizer.allocate()
@@ -267,8 +267,8 @@ def graphs_of_a_step(ranks: Ranks) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_single_block_of_a_rank_is_compiled_before_the_fence() -> None:
-    """Of five blocks, the second of two ranks has one."""
+def test_single_block_of_a_rank_is_compiled_before_the_fence() -> None:
+    """With five blocks on two ranks, the second rank has one."""
     for before, after in on_ranks(2, graphs_of_a_step):
         assert before == after > 0
 
@@ -283,7 +283,7 @@ def restored(ranks: Ranks, name: str, saved: Sequence[dict[str, Tensor]]) -> lis
 
 
 @pytest.mark.parametrize("name", ["adamw-8bit", OFFLOADED])
-def test_state_of_any_number_of_ranks_is_loaded_by_any_other(name: str) -> None:
+def test_state_loads_on_any_number_of_ranks(name: str) -> None:
     saved = on_ranks(3, stepped, name, torch.bfloat16, 3)[0]["state"]
     for states in [restored(ALONE, name, saved), *on_ranks(2, restored, name, saved)]:
         for one, other in zip(states, saved, strict=True):
@@ -291,7 +291,7 @@ def test_state_of_any_number_of_ranks_is_loaded_by_any_other(name: str) -> None:
 
 
 def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
-    """Agree, and return what happened here, in order."""
+    """Run a phase, and return the events on this rank in order."""
     happened = []
 
     def act() -> int:
@@ -302,7 +302,7 @@ def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
 
     try:
         assert ranks.run_and_gather(act, undo=lambda: happened.append("undo")) == [0, 1]
-    except BaseException as met:  # noqa: BLE001  it is the result
+    except BaseException as met:  # noqa: BLE001  the error is the result
         happened.append(f"{type(met).__name__}: {met.args[0] if met.args else ''}")
     assert ranks.all_gather_object(ranks.rank) == [0, 1], "they are not together any more"
     return happened
@@ -331,14 +331,14 @@ def ends(ranks: Ranks, who: int) -> str:
     return met.value.message
 
 
-def test_lost_rank_ends_the_others_at_once() -> None:
+def test_lost_rank_stops_the_others_immediately() -> None:
     first, second = on_ranks(2, ends, 1)
     assert "lost another rank" in first
     assert isinstance(second, EOFError)
 
 
 def starts_long(ranks: Ranks, is_gone: bool) -> str:
-    """Let one rank end while the other one does something long."""
+    """Make one rank exit during a long operation on the other."""
 
     def act() -> None:
         if ranks.rank == 1 and is_gone:
@@ -349,14 +349,14 @@ def starts_long(ranks: Ranks, is_gone: bool) -> str:
             time.sleep(0.1)
             ranks.check_abort()
 
-    ranks.check_abort()  # nobody has failed
-    ranks.all_gather_object(None)  # nor does before both have seen it
+    ranks.check_abort()  # no rank has failed
+    ranks.all_gather_object(None)  # wait until both ranks have checked
     with pytest.raises(BridgeError) as met:
         ranks.run_on_all(act)
     return met.value.message
 
 
-def test_a_failed_rank_ends_anothers_long_wait_with_its_reason() -> None:
+def test_failed_rank_ends_another_ranks_wait_with_its_reason() -> None:
     assert on_ranks(2, starts_long, False) == ["no", "no"]
 
 
@@ -366,7 +366,7 @@ def test_exited_rank_ends_a_long_wait() -> None:
 
 
 def waits_in_vain(ranks: Ranks, is_over: Event) -> bool:
-    """Let one rank stop in the middle of a fence until the other one has given up."""
+    """Suspend one rank in the middle of a fence until the other one has given up."""
     if ranks.rank == 1:
         return is_over.wait(LIMIT_S / 2)
     with pytest.raises(RankError, match="lost another rank"), ranks.in_fence():
@@ -375,13 +375,13 @@ def waits_in_vain(ranks: Ranks, is_over: Event) -> bool:
     return True
 
 
-def test_a_wait_for_a_rank_that_hangs_in_the_fence_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_a_hanging_rank_in_the_fence_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "FENCE_LIMIT", timedelta(seconds=2))
     assert on_ranks(2, waits_in_vain, START.Event()) == [True, True]
 
 
 def stays_out(ranks: Ranks, who: int) -> str:
-    """Let one rank fail on its way into a fence, in which the others wait for it."""
+    """Make one rank fail before it enters a fence in which the others wait for it."""
 
     def act() -> None:
         if ranks.rank == who:
@@ -396,7 +396,7 @@ def stays_out(ranks: Ranks, who: int) -> str:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_fails_outside_a_fence_is_heard_inside(who: int) -> None:
+def test_failure_outside_the_fence_reaches_ranks_inside(who: int) -> None:
     assert on_ranks(2, stays_out, who, limit_s=20) == ["no", "no"]
 
 
@@ -410,14 +410,14 @@ def trained(
         before.append(weights(model))
         learner.take(groups, step=step)
         learner.prepare()
-        learner.prepare()  # a publication that is tried again: nothing is exchanged twice
+        learner.prepare()  # a retried publication: nothing is exchanged twice
         learner.write()
         learnt.append(learner.learnt())
     return {"weights": weights(model), "before": before, "learnt": learnt}
 
 
 def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str, Tensor]:
-    """Train two steps in one process, on the shares of `size` ranks one after another."""
+    """Train two steps in one process, on the shares of `size` ranks in sequence."""
     model = base(dtype=torch.bfloat16)
     learner = learner_of(model, **choices)
     for _ in range(2):
@@ -444,7 +444,7 @@ def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str
 
 
 def entropies_of(learner: Learner, share: list[Sample], only_ranked: list[Sample]) -> list[float]:
-    """Return the entropy of every token of a rank's share, and of what it only ranks."""
+    """Return the entropies of all tokens that a rank trains on, and of those that it only ranks."""
     learner._start(replace(learner._batch, mini_batches=[share], only_ranked=[only_ranked]))
     learner._look_ahead()
     (others,) = learner._other_entropies()
@@ -453,14 +453,14 @@ def entropies_of(learner: Learner, share: list[Sample], only_ranked: list[Sample
 
 
 def least_of(shares: Sequence[list[float]], top: float) -> Tensor:
-    """Return the least of the `top` share of all ranks' entropies."""
+    """Return the smallest entropy in the top fraction `top` of all ranks' entropies."""
     ordered = sorted((entropy for share in shares for entropy in share), reverse=True)
     return torch.tensor(ordered[math.ceil(top * len(ordered)) - 1])
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """A folder with a model for each of two ranks."""
+    """Return a folder with a model for each of two ranks."""
     for rank in range(2):
         tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
     return tmp_path
@@ -489,7 +489,7 @@ def test_ranks_train_as_their_summed_gradients_bit_for_bit(
 
 
 def learnt_from(before: dict[str, Tensor], groups: Sequence[Group], choices: dict[str, Any]) -> dict[str, Any]:
-    """Return what one process learns of the whole batch with these weights."""
+    """Return the metrics of one process that trains on the full batch with these weights."""
     model = base()
     model.load_state_dict(before, strict=False)  # the head is tied to the embeddings
     return updated(model, groups, **choices)
@@ -501,9 +501,9 @@ def learnt_from(before: dict[str, Tensor], groups: Sequence[Group], choices: dic
 def test_metrics_of_ranks_equal_one_process(groups: list[Group], size: int, choices: dict[str, Any]) -> None:
     """Each step is compared from equal weights: only the order of float32 additions differs.
 
-    A sum of n terms is off by less than n * 2^-24 of their sizes. A loss or a mean has a term for each of about 50
-    tokens (3e-6), an element of a gradient for each token and word (a few hundred: 2e-5). From other weights nothing
-    could be derived: stochastic rounding turns a difference in the last bit into one of the random bits.
+    A sum of n terms has a relative error below n * 2^-24. A loss or a mean has one term for each of about 50 tokens
+    (3e-6), an element of a gradient one for each token and word (a few hundred: 2e-5). Later steps have no such bound:
+    stochastic rounding turns a difference in the last bit into different random bits.
     """
     results = on_ranks(size, trained, groups, choices, torch.float32)
     for before, ours in zip(results[0]["before"], results[0]["learnt"], strict=True):
@@ -520,7 +520,7 @@ def test_top_entropy_ranks_the_tokens_of_all_ranks(groups: list[Group], kind: st
     given = {
         "all": groups,
         "twice": [*groups[:2], *groups[:2]],  # both ranks have the same entropies
-        "silent": [*groups[:2], *map(with_equal_rewards, groups[2:])],  # ranked, and not trained on
+        "silent": [*groups[:2], *map(with_equal_rewards, groups[2:])],  # ranked, but not trained on
     }[kind]
     choices = {"top_entropy": 0.3}
     expected = summed_alone(given, 2, **choices)
@@ -529,7 +529,7 @@ def test_top_entropy_ranks_the_tokens_of_all_ranks(groups: list[Group], kind: st
         assert same(mine["weights"], expected)
 
 
-def test_a_rank_without_tokens_helps_to_choose_uncertain_ones(groups: list[Group]) -> None:
+def test_rank_without_tokens_joins_the_entropy_ranking(groups: list[Group]) -> None:
     few = [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))]
     one, other, third = on_ranks(3, trained, few, {"top_entropy": 0.5})
     assert same(one["weights"], other["weights"])
@@ -538,7 +538,7 @@ def test_a_rank_without_tokens_helps_to_choose_uncertain_ones(groups: list[Group
 
 
 def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Let one rank find no memory once, in its look ahead or later, and train it in smaller passes."""
+    """Make one rank run out of memory once, in its first pass or later, so that it trains in smaller passes."""
     failing = [True] * (ranks.rank == who)
     model = base()
     learner = learner_of(model, ranks=ranks, top_entropy=0.3, updates_per_batch=2)
@@ -566,7 +566,7 @@ def test_smaller_passes_on_one_rank_choose_the_same_tokens(groups: list[Group], 
 
 
 @pytest.mark.parametrize("choices", [{}, RELEASED], ids=["exchanged", "released"])
-def test_several_updates_of_a_batch_are_taken_together(groups: list[Group], choices: dict[str, Any]) -> None:
+def test_several_updates_per_batch_match_one_process(groups: list[Group], choices: dict[str, Any]) -> None:
     choices = {"updates_per_batch": 2, "passes_per_batch": 2, "optimizer": "adamw-8bit", **choices}
     one, other = on_ranks(2, trained, groups, choices)
     assert same(one["weights"], other["weights"])
@@ -574,7 +574,7 @@ def test_several_updates_of_a_batch_are_taken_together(groups: list[Group], choi
     assert one["learnt"] == other["learnt"]
 
 
-def test_a_rank_without_a_share_takes_part(groups: list[Group]) -> None:
+def test_rank_without_a_share_takes_part_in_the_step(groups: list[Group]) -> None:
     one, other, third = on_ranks(
         3, trained, [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))], {}
     )
@@ -590,7 +590,7 @@ def test_a_rank_without_a_share_releases_zeros(groups: list[Group]) -> None:
 
 
 def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[BaseException | dict[str, Any], bool]:
-    """Let one rank's loss be no number, or its backward pass run out of memory; return whether its weights moved."""
+    """Make one rank's loss NaN, or its backward pass run out of memory; return whether its weights changed."""
     model = base(dtype=torch.bfloat16)
     learner = learner_of(model, ranks=ranks, **RELEASED)
     loss_of = learner._loss
@@ -623,14 +623,14 @@ def test_nan_loss_on_one_rank_updates_no_rank(groups: list[Group], who: int) -> 
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_no_memory_in_a_released_update_ends_all_ranks(groups: list[Group], who: int) -> None:
+def test_out_of_memory_in_a_released_update_stops_all(groups: list[Group], who: int) -> None:
     for error, _ in on_ranks(2, loses, groups, who, "in the pass"):
         assert isinstance(error, UsageError), error
         assert "out of memory in the middle of an update" in error.message
 
 
 def runs_out(ranks: Ranks, groups: Sequence[Group], who: int) -> list[str]:
-    """Let one rank find no memory for its share."""
+    """Make one rank run out of memory for its share."""
     learner = learner_of(base(dtype=torch.bfloat16), ranks=ranks, gradient_checkpointing=False)
     if ranks.rank == who:
         learner._differentiate = out_of_memory  # type: ignore[method-assign,assignment]
@@ -647,7 +647,7 @@ def out_of_memory(_: object) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_out_of_memory_on_one_rank_ends_the_step_on_all(groups: list[Group], who: int) -> None:
+def test_out_of_memory_on_one_rank_stops_the_step_on_all(groups: list[Group], who: int) -> None:
     assert on_ranks(2, runs_out, groups, who) == [[], []]
 
 
@@ -682,7 +682,7 @@ def test_tokens_are_balanced_and_prompts_stay_together() -> None:
 
 
 def interrupted(ranks: Ranks, groups: Sequence[Group], has_been: Event) -> None:
-    """Interrupt the first rank while it waits for the gradients of the other one."""
+    """Interrupt the first rank while it waits for the other rank's gradients."""
     learner = learner_of(base(dtype=torch.bfloat16), ranks=ranks)
     prepare, exchange = learner._prepare, learner._exchange
 
@@ -713,7 +713,7 @@ def test_an_interrupt_between_two_sums_leaves_no_rank_waiting(groups: list[Group
 
 
 def told_apart(ranks: Ranks) -> str:
-    """Fail differently on each rank in the same phase."""
+    """Raise a different error on each rank in the same phase."""
 
     def act() -> None:
         raise UsageError(f"of rank {ranks.rank}", hint="")
@@ -728,7 +728,7 @@ def test_ranks_that_fail_together_raise_the_same_error() -> None:
 
 
 def listening(ranks: Ranks) -> set[str]:
-    """Return the addresses at which this process can be reached."""
+    """Return the addresses on which this process listens."""
     return {
         connection.laddr.ip for connection in psutil.Process().net_connections("tcp") if connection.status == "LISTEN"
     }
@@ -747,7 +747,7 @@ def test_missing_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Interrupting(Reporter):
-    """A person who ends the run after the first evaluation of a trained model."""
+    """Interrupts the run after the first evaluation of a trained model."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.step:
@@ -757,9 +757,9 @@ class Interrupting(Reporter):
 def ran(
     ranks: Ranks, folder: Path, reporter: Reporter, choices: dict[str, Any], resume: SavedCheckpoint | None = None
 ) -> Summary:
-    """Train beside a fake server of this rank's own, which takes as many seconds to pause as the rank's number."""
+    """Train with this rank's own fake server, which takes as many seconds to pause as the rank's number."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
-        patched.setattr(tiny, "write", lambda *_: None)  # transformers would write on the first rank alone
+        patched.setattr(tiny, "write", lambda *_: None)  # transformers would write on the first rank only
         fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
         publish = fake.mode.publish
 
@@ -778,12 +778,12 @@ def ran(
         return Run(config, Letters(), run, heard, resume=resume, ranks=ranks).train()
 
 
-def test_ranks_end_after_the_same_step_at_different_times(models: Path) -> None:
+def test_ranks_stop_after_the_same_step(models: Path) -> None:
     for summary in on_ranks(2, ran, models, Reporter(), {"stop_at": "fence_pause_s<=0.5"}):
         assert summary.steps == 1
 
 
-def test_an_interrupt_of_rank_zero_between_steps_saves_the_last(models: Path) -> None:
+def test_interrupt_between_steps_saves_the_last_step(models: Path) -> None:
     choices = {"eval_interval": 1, "eval_samples": 1, "training_steps": 9}
     for error in on_ranks(2, ran, models, Interrupting(), choices):
         assert isinstance(error, KeyboardInterrupt)
@@ -791,7 +791,7 @@ def test_an_interrupt_of_rank_zero_between_steps_saves_the_last(models: Path) ->
 
 
 def baseline(ranks: Ranks, folder: Path) -> float | None:
-    """Resume on hosts that share no disk: only the first one has the file of evaluations."""
+    """Resume on hosts without a shared disk: only the first one has the file of evaluations."""
     with pytest.MonkeyPatch.context() as patched:
         own = RunDirectory.first_evaluation
         patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.is_rank_zero else None)
@@ -808,7 +808,7 @@ def test_all_ranks_have_the_baseline_that_rank_zero_measured(models: Path) -> No
 
 
 class InterruptingSave(Reporter):
-    """A person who ends the run while the optimizer's state is gathered for the first time."""
+    """Interrupts the run while the optimizer's state is gathered for the first time."""
 
     has_begun = False
 
@@ -832,7 +832,7 @@ def test_an_interrupt_during_a_save_leaves_no_rank_waiting(models: Path) -> None
 
 
 def interrupted_before_a_save(ranks: Ranks, folder: Path, who: int) -> Any:
-    """Train, while a signal reaches one rank alone after an update was published and before it is saved."""
+    """Train, and send a signal to only one rank after an update is published and before it is saved."""
     save = Checkpoints.save
 
     def interrupted(checkpoints: Checkpoints) -> Path:
@@ -846,14 +846,14 @@ def interrupted_before_a_save(ranks: Ranks, folder: Path, who: int) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_interrupt_of_one_rank_before_a_save_costs_no_state(models: Path, who: int) -> None:
+def test_interrupt_of_one_rank_before_a_save_loses_no_state(models: Path, who: int) -> None:
     for error in on_ranks(2, interrupted_before_a_save, models, who):
         assert isinstance(error, KeyboardInterrupt)
     assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
 
 
 def without_room(ranks: Ranks, folder: Path) -> Any:
-    """Let the disk refuse the optimizer's state."""
+    """Make writing the optimizer's state fail."""
     fsync = atomic_folder._fsync
 
     def full(path: Path) -> None:
@@ -865,7 +865,7 @@ def without_room(ranks: Ranks, folder: Path) -> Any:
     return ran(ranks, folder, Reporter(), {"training_steps": 2})
 
 
-def test_ranks_keep_the_weights_where_a_checkpoint_has_no_room(models: Path) -> None:
+def test_weights_are_kept_if_a_checkpoint_does_not_fit(models: Path) -> None:
     for error in on_ranks(2, without_room, models):
         assert isinstance(error, UsageError)
         assert error.message.startswith(f"cannot write {models / 'saved' / 'step_2'}: [Errno 28]")
@@ -874,7 +874,7 @@ def test_ranks_keep_the_weights_where_a_checkpoint_has_no_room(models: Path) -> 
 
 
 def dies(ranks: Ranks, folder: Path, where: str) -> Any:
-    """End one rank while the weights are rescued."""
+    """Kill one rank while the weights are being rescued."""
     if ranks.rank == 1:
         name = {"before it tells": "is_torn", "as it saves": "save"}[where]
         setattr(Checkpoints, name, lambda *_: os._exit(1))
@@ -882,7 +882,7 @@ def dies(ranks: Ranks, folder: Path, where: str) -> Any:
 
 
 @pytest.mark.parametrize("where", ["before it tells", "as it saves"])
-def test_a_rank_lost_while_weights_are_rescued_costs_none(models: Path, where: str) -> None:
+def test_weights_survive_a_rank_lost_during_their_rescue(models: Path, where: str) -> None:
     first, second = on_ranks(2, dies, models, where)
     assert isinstance(first, KeyboardInterrupt), first
     assert isinstance(second, EOFError)

@@ -1,4 +1,4 @@
-"""The environment of a program that a launcher started. Not covered: joining (`tests/cpu`)."""
+"""The environment variables that a launcher sets. Not covered: joining (`tests/cpu`)."""
 
 import pytest
 
@@ -29,8 +29,8 @@ def test_one_process_needs_no_launcher(unset: pytest.MonkeyPatch, given: dict[st
         {"WORLD_SIZE": "0"}, {"MASTER_PORT": "x"}, {"MASTER_PORT": "0"},
     ],
 )  # fmt: skip
-def test_half_a_launcher_is_refused(unset: pytest.MonkeyPatch, wrong: dict[str, str | None]) -> None:
-    """Each process would train alone, or wait for one that does not exist."""
+def test_incomplete_launcher_environment_is_refused(unset: pytest.MonkeyPatch, wrong: dict[str, str | None]) -> None:
+    """Each process would train independently, or wait for a rank that does not exist."""
     for name, value in (WHOLE | wrong).items():
         if value is not None:
             unset.setenv(name, value)

@@ -1,4 +1,4 @@
-"""A rank that fails or ends leaves no other one waiting for its tensors.
+"""No rank keeps waiting for the tensors of a rank that failed or exited.
 
 Not covered: NCCL, whose communicator is aborted in place of gloo's connections.
 """
@@ -23,7 +23,7 @@ from tests.unit.several_ranks import LIMIT_S, on_ranks
 
 
 def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
-    """Raise on one rank what the others do not, where all exchange tensors; return what each raised."""
+    """Raise an error on one rank while all exchange tensors; return what each rank raised."""
 
     def act() -> None:
         for those in {id(group): group for group in (ranks, ranks.tp_group, ranks.dp_group)}.values():
@@ -46,7 +46,7 @@ def test_an_error_inside_an_exchange_is_raised_on_all_ranks(size: int, num_parts
 
 
 def computes(ranks: Ranks, who: int, error: Exception) -> str:
-    """Raise on one part of a replica what the other does not, where both compute a layer; return what each raised."""
+    """Raise an error on one rank of a replica while both compute a layer; return what each rank raised."""
 
     def act() -> None:
         with ranks.in_pass():
@@ -67,7 +67,7 @@ def test_an_error_inside_a_layer_is_raised_on_all_ranks() -> None:
 
 
 def goes_on(ranks: Ranks) -> float:
-    """Fail where nothing is exchanged, and exchange afterwards."""
+    """Fail outside any exchange, and exchange tensors afterward."""
     for rank in range(ranks.world_size):
         with pytest.raises(UsageError):
             ranks.run_on_all(lambda rank=rank: fail_if(ranks.rank == rank))  # type: ignore[misc]
@@ -81,12 +81,12 @@ def fail_if(it_should: bool) -> None:
         raise UsageError("a server died", hint="it is started again")
 
 
-def test_an_error_outside_an_exchange_breaks_nothing() -> None:
+def test_error_outside_an_exchange_does_not_break_the_group() -> None:
     assert on_ranks(2, goes_on) == [4.0, 4.0]
 
 
 def stops(ranks: Ranks, who: int, what: str) -> str:
-    """Stop one rank, as SIGSTOP and a frozen host do; the others wait for its object or its tensor."""
+    """Suspend one rank, as with SIGSTOP or a frozen host, while the others wait for its object or tensor."""
     pids = ranks.all_gather_object(os.getpid())
     if ranks.rank == who:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -108,7 +108,7 @@ def test_stopped_rank_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: in
     assert message == f"rank {1 - who} of 2 lost another rank: rank {who} has sent no heartbeat for 2 s"
 
 
-def test_ranks_that_were_all_stopped_and_continue_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_suspended_together_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     store = Store()
@@ -123,7 +123,7 @@ def test_ranks_that_were_all_stopped_and_continue_are_alive(monkeypatch: pytest.
 
 
 class Endless:
-    """An exchange that takes as long as a test wants."""
+    """An exchange that lasts as long as a test wants."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
@@ -134,7 +134,7 @@ class Endless:
 
 @contextmanager
 def exchanging(watch: Watch, work: Endless, members: Sequence[int]) -> Iterator[None]:
-    """Wait for `work` beside the block, with the watch running; then end both."""
+    """Wait for `work` concurrently with the block, with the watch running; then stop both."""
     waiting = threading.Thread(target=lambda: suppressed(lambda: watch.exchange(lambda: work, members)))
     watch.start()
     waiting.start()
@@ -164,7 +164,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pairs() -> Iterator[tuple[Pair, Pair]]:
-    """Two connections, each with both of its ends."""
+    """Yield two connections, each with both ends."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as opened:
         ends = []
         for _ in range(2):
@@ -195,7 +195,7 @@ def broken(connection: socket.socket, *, within_s: float) -> bool:
         "noise, failed",
     ],
 )
-def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
+def test_exchange_is_aborted_if_a_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
     ((one, other), (its, closed)), store, work = pairs, Store(), Endless()
     own = Watch(store, torch.device("cpu"), 0, 3, lambda: 7)
     own.add(None, {one.fileno(), its.fileno()})
@@ -206,7 +206,7 @@ def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pa
             phase = {"failed": 7, "failed before": 6, "failed elsewhere": 5}[cause]
             Watch(store, torch.device("cpu"), 2, 3, lambda: 7).failed()
             Watch(store, torch.device("cpu"), 1, 3, lambda: phase).failed()
-        if cause.startswith("noise"):  # of somebody who can reach the store, and does not know the key
+        if cause.startswith("noise"):  # from a client that reaches the store without knowing the key
             for noise in (b"garbage", b"", b"\xff", b"77"):
                 store[f"{FAILED}1"] = noise
                 assert not own.is_lost({1})
@@ -219,7 +219,7 @@ def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pa
         assert broken(other, within_s=LIMIT_S if ends else 6 * PERIOD_S) is ends
 
 
-def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
+def test_watch_survives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
     ((one, other), _), store = pairs, Store()
     store[f"{FAILED}1"] = None  # type: ignore[assignment]
     own = Watch(store, torch.device("cpu"), 0, 3, lambda: 7)

@@ -444,7 +444,7 @@ def test_invalid_model_list_is_unreachable(body: str) -> None:
     assert type(error_of(lambda _: Answer(body))) is ServerUnreachableError
 
 
-def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)

@@ -1,4 +1,4 @@
-"""A server that requires a key: every client sends it, in every mode, and reports how to fix a wrong one."""
+"""A server that requires a key: every client sends it, in every mode, and says how to fix a wrong one."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_each_client_sends_the_key(server: HttpServer, name: str, monkeypatch: p
 
 @pytest.mark.parametrize("name", CLIENTS)
 @pytest.mark.parametrize("key", ["", "another"])
-def test_without_the_right_one_it_says_what_to_do(
+def test_wrong_key_error_says_what_to_do(
     server: HttpServer, name: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(api_key.VARIABLE, key)
@@ -72,7 +72,7 @@ def test_without_the_right_one_it_says_what_to_do(
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A patched server that takes adapters, samples and requires a key."""
+    """A patched server that accepts adapters, samples and requires a key."""
     with world_in(tmp_path, monkeypatch) as world:
 
         def answers(one: HttpRequest) -> Answer | None:
@@ -84,7 +84,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 class Restarted:
-    """A server that restarts at once with whatever it has."""
+    """A server process whose restart does nothing."""
 
     def restart(self, model: str | Path) -> None:
         """Do nothing."""
@@ -139,7 +139,7 @@ def test_a_health_check_on_another_route_sends_the_key(server: HttpServer, monke
     assert health(*watched, limit_s=20) == "well"
 
 
-def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_model_len_request_sends_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max_model_len(server.url) is None
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     atropos_stream.longest_sequence(server.url, 1024)
@@ -147,21 +147,21 @@ def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monk
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_credentials_of_a_url_are_sent_to_the_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_credentials_are_sent_to_the_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     with serving(answers) as server:
         CLIENTS[name](server.url.replace("http://", "http://user:pass@"))
         assert {one.headers["authorization"] for one in server.requests} == {"Basic dXNlcjpwYXNz"}
 
 
-def test_the_fence_is_asked_by_the_manifests_token_alone(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_requests_carry_only_the_manifests_token(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     with BridgeClient(manifest(url=server.url), timeout_s=20) as client, pytest.raises(Exception, match="valid Status"):
         client.status()
     assert server.requests[-1].headers["authorization"] == "Bearer secret"
 
 
-def test_doctor_asks_with_both(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_sends_both_key_and_token(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     checks.answers(manifest(url=server.url))
     given = {one.path: one.headers["authorization"] for one in server.requests}
@@ -172,7 +172,7 @@ def test_doctor_asks_with_both(server: HttpServer, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("key", ["k-e-y\n", " k-e-y", "k-\ne-y", "schlüssel", "k-e-y\t"])
-def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+def test_key_that_cannot_be_sent_in_a_header_is_refused(key: str) -> None:
     with pytest.raises(UsageError, match="VLLM_API_KEY") as refusal:
         api_key.headers({api_key.VARIABLE: key})
     assert key.strip() not in str(refusal.value)

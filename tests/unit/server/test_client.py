@@ -108,13 +108,13 @@ def test_pause_sends_its_choices_and_an_absolute_path() -> None:
     assert publish["version"] == 3
 
 
-def test_client_takes_another_address() -> None:
+def test_client_accepts_a_different_url() -> None:
     with serving(good) as server, BridgeClient(manifest(), timeout_s=20, url=server.url) as client:
         assert client.status().version == 7
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_server_that_is_gone_is_unreachable(call: str) -> None:
+def test_server_that_exited_is_unreachable(call: str) -> None:
     with serving(good) as server:
         url = server.url
     with BridgeClient(manifest(url=url), timeout_s=20) as client, pytest.raises(ServerUnreachableError, match=url):
@@ -142,20 +142,20 @@ def test_a_server_that_is_gone_is_unreachable(call: str) -> None:
         "409 of html", "409 without hint", "409 of a list", "no gzip",
     ],
 )  # fmt: skip
-def test_answer_that_is_not_ours_is_unreachable(call: str, answers: Answers) -> None:
+def test_foreign_response_means_unreachable(call: str, answers: Answers) -> None:
     error = error_of(answers, call)
     assert type(error) is ServerUnreachableError
     assert error.exit_code == 5
 
 
 @pytest.mark.parametrize(("busy", "kind"), [({}, AttachError), ({"busy": True}, FenceBusyError)])
-def test_refusal_keeps_the_servers_words(busy: dict[str, bool], kind: type[AttachError]) -> None:
+def test_refusal_keeps_the_servers_message(busy: dict[str, bool], kind: type[AttachError]) -> None:
     error = error_of(lambda _: as_json({"error": "torn", "hint": "restart it", **busy}, 409), "pause")
     assert type(error) is kind
     assert (error.message, error.hint, error.exit_code) == ("torn", "restart it", 4)
 
 
-def test_error_of_the_server_is_quoted() -> None:
+def test_servers_error_is_quoted() -> None:
     assert "engine is dead" in error_of(lambda _: Answer("engine is dead", 500), "status").message
 
 
@@ -174,7 +174,7 @@ def answering_late() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("call", [*CALLS, "draining pause"])
-def test_only_long_calls_have_the_whole_timeout(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_only_long_calls_use_the_full_timeout(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", LATE_S / 3)
     with answering_late() as url, BridgeClient(manifest(url=url), timeout_s=20) as client:
         if call == "draining pause":
@@ -194,7 +194,7 @@ def test_no_call_outlasts_its_timeout() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_whose_answer_is_lost_is_sent_again(call: str) -> None:
+def test_call_is_retried_if_its_response_is_lost(call: str) -> None:
     lost = []
 
     def answers(request: HttpRequest) -> Answer | None:
@@ -206,13 +206,13 @@ def test_a_call_whose_answer_is_lost_is_sent_again(call: str) -> None:
     assert lost[0] == lost[1]
 
 
-def test_a_publication_without_a_pause_is_no_repetition() -> None:
+def test_publication_without_a_pause_is_not_a_repetition() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         client.publish()
     assert server.requests[0].body["after"] is None
 
 
-def test_only_the_connections_own_lease_is_returned() -> None:
+def test_client_returns_only_its_own_lease() -> None:
     with serving(good) as server:
         for run in ("runs/first", None):
             with BridgeClient(manifest(url=server.url), timeout_s=20) as client:
@@ -224,7 +224,7 @@ def test_only_the_connections_own_lease_is_returned() -> None:
     ]  # fmt: skip
 
 
-def test_lease_of_a_lost_server_is_no_error() -> None:
+def test_returning_the_lease_of_a_dead_server_is_not_an_error() -> None:
     with serving(good) as server:
         client = BridgeClient(manifest(url=server.url), timeout_s=20)
         client.take_lease("runs/first")
@@ -236,7 +236,7 @@ def test_invalid_address_is_refused_at_once() -> None:
         BridgeClient(manifest(), timeout_s=1, url="http://127.0.0.1:none")
 
 
-def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -256,7 +256,7 @@ def test_an_idle_connection_is_not_reused(
     assert len({request.connection for request in server.requests}) == num_connections
 
 
-def test_a_closed_connection_is_given_back() -> None:
+def test_closed_connection_is_released() -> None:
     with serving(good) as server:
         client = BridgeClient(manifest(url=server.url), timeout_s=20)
         client.status()
@@ -276,7 +276,7 @@ def test_a_closed_connection_is_given_back() -> None:
         ({"data": 3}, None),
     ],
 )
-def test_the_length_is_what_the_server_lists(document: object, expected: int | None) -> None:
+def test_max_model_len_is_what_the_server_lists(document: object, expected: int | None) -> None:
     with serving(lambda _: as_json(document)) as server:
         assert max_model_len(server.url) == expected
 
@@ -296,7 +296,7 @@ VLLM_CALLS: dict[str, Callable[[VllmClient], object]] = {
 
 @pytest.mark.parametrize("call", VLLM_CALLS)
 @pytest.mark.parametrize("answer", [None, Answer("engine is dead", 500)], ids=["dropped", "500"])
-def test_vllm_that_is_lost_or_unwell_is_unreachable(call: str, answer: Answer | None) -> None:
+def test_dead_or_unhealthy_vllm_is_unreachable(call: str, answer: Answer | None) -> None:
     with (
         serving(lambda _: answer) as server,
         VllmClient(server.url) as client,

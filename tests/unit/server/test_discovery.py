@@ -1,4 +1,4 @@
-"""Servers started from another folder: found by their processes, never confused, never to be killed."""
+"""Servers started in a different folder: found through their processes, never confused, and never killed."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ Serve = Callable[..., Path]
 
 @contextmanager
 def process(folder: Path, environment: Mapping[str, str]) -> Iterator[ProcessIdentity]:
-    """A process in `folder` with its own environment."""
+    """Start a process in `folder` with its own environment."""
     code = "print(flush=True); import time; time.sleep(600)"
     started = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code], cwd=folder, env=dict(environment), stdout=subprocess.PIPE
@@ -82,12 +82,12 @@ def test_a_manifest_on_the_search_path_comes_first(tmp_path: Path, here: Path) -
         assert discovery.find() == here / manifests.MANIFEST_NAME
 
 
-def test_a_given_path_is_never_a_reason_to_look_elsewhere(tmp_path: Path) -> None:
+def test_given_path_disables_the_search(tmp_path: Path) -> None:
     with server(tmp_path / "there"), pytest.raises(ManifestError, match="no manifest at /nowhere"):
         discovery.find(Path("/nowhere/m.json"))
 
 
-def test_of_several_servers_none_is_chosen_and_all_are_named(tmp_path: Path) -> None:
+def test_several_servers_are_all_listed_in_the_error(tmp_path: Path) -> None:
     with server(tmp_path / "one") as one, server(tmp_path / "two") as two:
         with pytest.raises(ManifestError, match="2 servers were started elsewhere") as refused:
             discovery.find()
@@ -96,7 +96,7 @@ def test_of_several_servers_none_is_chosen_and_all_are_named(tmp_path: Path) -> 
         assert [check.status for check in checks.examine(None).checks] == ["SKIP"]
 
 
-def test_a_process_without_its_own_manifest_is_no_server(tmp_path: Path) -> None:
+def test_process_without_its_own_manifest_is_not_a_server(tmp_path: Path) -> None:
     switched = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
     path = tmp_path / "other.json"
     manifests.write(manifest(server=dead_server()), path)
@@ -105,7 +105,7 @@ def test_a_process_without_its_own_manifest_is_no_server(tmp_path: Path) -> None
             assert discovery.running() == {}
 
 
-def test_verify_uses_it_and_says_which(
+def test_verify_uses_the_found_server_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     proved: list[Path] = []
@@ -158,8 +158,8 @@ ODD_CONTENTS = {
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 @pytest.mark.parametrize("content", [*ODD_CONTENTS, "huge"])
-def test_any_other_file_in_memory_is_no_server(tmp_path: Path, content: str, is_sealed: bool) -> None:
-    """Any process may have a file of that name, and write into it while it is read."""
+def test_unrelated_memfd_is_not_taken_for_a_server(tmp_path: Path, content: str, is_sealed: bool) -> None:
+    """Any process may have a memfd with that name, and write to it while it is read."""
     with server(tmp_path / "there") as path:
         file = os.memfd_create(discovery.MEMORY_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -176,7 +176,7 @@ def test_any_other_file_in_memory_is_no_server(tmp_path: Path, content: str, is_
 
 
 def test_published_variables_are_complete_or_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may look between any two steps."""
+    """Another process may read it between any two steps."""
     seen, variables = list[object](), {discovery.SWITCH: "1", discovery.FOLDER: "folder"}
     made, create, write = list[int](), os.memfd_create, os.write
 
@@ -204,7 +204,7 @@ def test_published_variables_are_complete_or_absent(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees another user's processes")
-def test_processes_of_other_users_are_not_looked_at(tmp_path: Path) -> None:
+def test_processes_of_other_users_are_ignored(tmp_path: Path) -> None:
     code = (
         "import os; os.setuid(65534);"
         f"os.write(os.memfd_create({discovery.MEMORY_FILE!r}), b'[1]'); print(flush=True); import time; time.sleep(600)"

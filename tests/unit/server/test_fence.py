@@ -131,7 +131,7 @@ def happen(event: Event) -> None:
         ("publish", LOST, ALL, ServerUnreachableError),
     ],
 )  # fmt: skip
-def test_an_update_ends_by_what_happens_where(
+def test_outcome_of_an_update_depends_on_where_it_fails(
     where: str, event: Event, calls: str, error: type[BaseException] | None, takeover: bool, is_deferred: bool
 ) -> None:
     fake = FakeClient()
@@ -152,7 +152,7 @@ def test_an_update_ends_by_what_happens_where(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
-def test_an_error_hides_the_interrupt_before_it() -> None:
+def test_error_takes_precedence_over_a_deferred_interrupt() -> None:
     def write() -> None:
         interrupt()
         raise ERROR
@@ -163,14 +163,14 @@ def test_an_error_hides_the_interrupt_before_it() -> None:
 
 @pytest.mark.parametrize("takeover", [False, True])
 @pytest.mark.parametrize("writes", ["weights", "adapter"])
-def test_a_pause_names_version_checkpoint_and_kind(writes: Written, takeover: bool) -> None:
+def test_pause_sends_version_checkpoint_and_kind(writes: Written, takeover: bool) -> None:
     fake = FakeClient()
     change = Update(last_checkpoint=Path("saved/step_2"), takeover=takeover)
     publish(fence.publish(cast(BridgeClient, fake), change, served=4, writes=writes))
     assert (fake.believed, fake.named, fake.writes) == (4, Path("saved/step_2"), writes)
 
 
-def test_each_part_is_timed_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_phase_is_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 19.0, 21.0, 25.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     times = update(FakeClient(), lambda: None, prepare=lambda: None)
@@ -192,16 +192,16 @@ def test_cached_memory_is_freed_before_the_kv_cache_wakes(emptied: list[str]) ->
     assert fake.calls == ["pause keep sleep", "prepare", "write", "empty cache", "publish"]
 
 
-def test_memory_stays_cached_where_the_kv_cache_stays(emptied: list[str]) -> None:
+def test_memory_stays_cached_if_the_kv_cache_stays(emptied: list[str]) -> None:
     update(FakeClient(), lambda: None, prepare=lambda: None)
     assert emptied == []
 
 
 class Computed:
-    """Something large."""
+    """A large computed object."""
 
 
-def test_an_error_in_prepare_frees_what_was_computed(emptied: list[str]) -> None:
+def test_error_while_preparing_frees_computed_tensors(emptied: list[str]) -> None:
     fake = FakeClient()
     fake.calls = emptied
     left: list[weakref.ref[Computed]] = []
@@ -226,7 +226,7 @@ def test_an_error_in_prepare_frees_what_was_computed(emptied: list[str]) -> None
     assert fake.calls == ["pause keep sleep", "empty cache", "resume beside 0"]
 
 
-def test_a_server_that_cannot_go_on_after_an_error_is_told() -> None:
+def test_failure_to_resume_after_an_error_is_raised() -> None:
     fake = FakeClient({"resume": AttachError("no memory", hint="restore")})
 
     def prepare() -> None:
@@ -251,7 +251,7 @@ def test_a_second_interrupt_does_not_stop_the_resume() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_whatever_ends_a_process_waits_too(number: signal.Signals) -> None:
+def test_other_terminating_signals_are_also_deferred(number: signal.Signals) -> None:
     fake = FakeClient()
     with noting(number, fake.calls):
         update(fake, lambda: interrupt(number))
@@ -288,7 +288,7 @@ def restore(fake: FakeClient, write: Callable[[], None], version: int = 0) -> fe
 
 
 @pytest.mark.parametrize(("version", "published"), [(0, 5), (4, 5), (5, 5), (9, 9)])
-def test_a_restore_publishes_the_later_version(version: int, published: int) -> None:
+def test_restore_publishes_the_higher_version(version: int, published: int) -> None:
     assert restore(FakeClient(), lambda: None, version).version == published
 
 
@@ -306,7 +306,7 @@ def test_frozen_always_resumes_without_a_version(in_pause: Event, in_block: Even
     assert fake.version == 4
 
 
-def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
+def test_frozen_may_write_unless_another_process_is_leased() -> None:
     fake, other = FakeClient(), holder_of(os.getppid())
     outcomes = {}
     for name, holder in {"free": None, "ours": Holder.current(), "another's": other}.items():
@@ -324,7 +324,7 @@ def test_frozen_only_reads_once_another_process_has_the_lease() -> None:
     def pause(*arguments: Any, **choices: Any) -> Status:
         try:
             return pausing(*arguments, **choices)
-        except FenceBusyError:  # and then it trains
+        except FenceBusyError:  # then the other process takes the lease
             fake.lease = Lease(holder=holder_of(os.getppid()), run="runs/first")
             raise
 
@@ -352,7 +352,7 @@ def test_an_update_without_a_server_runs_in_the_same_order() -> None:
 
 
 def busy_until(fake: FakeClient, attempt: int) -> None:
-    """Let another process hold the fence until the `attempt`th pause."""
+    """Let another process hold the fence until pause number `attempt`."""
     pausing = fake.pause
 
     def pause(*arguments: Any, **choices: Any) -> Status:

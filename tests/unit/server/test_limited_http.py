@@ -1,4 +1,4 @@
-"""Answers that are too large, too slow or compressed, and numbers that no server has."""
+"""Responses that are too large, too slow or compressed, and impossible numbers in them."""
 
 import asyncio
 import gzip
@@ -96,13 +96,13 @@ READERS: dict[str, Callable[[str], object]] = {
     "samples": sampled,
     "atropos": lambda url: AtroposApi(url, max_retries=0).info(),
 }
-"""Every client that reads an answer of a server."""
+"""Every client that reads a server's responses."""
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("answer", ODD)
 @pytest.mark.parametrize("reader", READERS)
-def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, reader: str, answer: str) -> None:
+def test_endless_response_is_abandoned(monkeypatch: pytest.MonkeyPatch, reader: str, answer: str) -> None:
     small = 2**20
     for transport in (limited_http.LimitedTransport, limited_http.AsyncLimitedTransport):
         monkeypatch.setattr(transport.__init__, "__defaults__", (small,))
@@ -115,7 +115,7 @@ def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, read
         READERS[reader](url)
 
 
-def test_no_answer_may_be_compressed() -> None:
+def test_compressed_response_is_refused() -> None:
     headers = list[str]()
 
     def record(handler: BaseHTTPRequestHandler) -> None:
@@ -137,20 +137,20 @@ def info(**counts: Any) -> bytes:
 
 @pytest.mark.parametrize("number", [0, -3, 10**9, 10**400, 1.5, "two", None])
 @pytest.mark.parametrize("name", ["world_size", "data_parallel_size"])
-def test_an_impossible_number_of_workers_is_refused(name: str, number: Any) -> None:
+def test_impossible_worker_count_is_refused(name: str, number: Any) -> None:
     with served(info(**{name: number})) as url, StockReceiver(url, "run", timeout_s=20) as receiver:
         with pytest.raises(BridgeError, match=f"not a valid _ServerInfo: .*{name}: Input should be") as caught:
             receiver.check("m", "0.32.0")
         assert "\n" not in caught.value.message
 
 
-def test_the_workers_of_all_engines_are_counted() -> None:
+def test_workers_of_all_engines_are_counted() -> None:
     with served(info(world_size=2, data_parallel_size=3)) as url, StockReceiver(url, "run", timeout_s=20) as receiver:
         assert receiver.check("m", "0.32.0") == 6
 
 
 @pytest.mark.parametrize(("length", "known"), [(0, None), (-1, None), (10**400, None), (1, 1), (32_768, 32_768)])
-def test_a_length_that_no_model_has_is_unknown(length: int, known: int | None) -> None:
+def test_impossible_max_model_len_is_treated_as_unknown(length: int, known: int | None) -> None:
     with served(json.dumps({"data": [{"id": "m", "max_model_len": length}]}).encode()) as url:
         assert max_model_len(url) == known
     assert client.ServedModel(id="m").max_model_len is None

@@ -1,4 +1,4 @@
-"""The manifest: where it is looked for, how bad ones are refused in one line, and that it is written atomically."""
+"""The manifest: where it is searched for, that bad ones are refused in one line, and that it is written atomically."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
-    """Make every folder of the search path one of the test's own."""
+    """Redirect every folder of the search path to the test's folder."""
     folders = tuple(tmp_path / name for name in ("logdir", "here", "default"))
     for folder in folders:
         folder.mkdir()
@@ -71,33 +71,33 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_what_was_written_is_read_again(path: Path) -> None:
+def test_written_manifest_reads_back_equal(path: Path) -> None:
     assert load(path) == manifest()
 
 
-def test_the_documented_fields_are_there(tmp_path: Path) -> None:
+def test_documented_fields_are_present(tmp_path: Path) -> None:
     write(manifest(ipc_handles={"w": cuda_handle()}), tmp_path / "m")
     document = json.loads((tmp_path / "m").read_text())
     assert document.keys() >= DOCUMENTED
     assert document["ipc_handles"]["w"].keys() >= DOCUMENTED_PER_HANDLE
 
 
-def test_the_token_is_in_no_text_for_people() -> None:
+def test_token_is_not_printed() -> None:
     assert "secret" not in repr(manifest()) + str(manifest())
 
 
-def test_the_first_place_of_the_search_path_that_has_one_wins(paths: tuple[Path, ...]) -> None:
+def test_first_manifest_on_the_search_path_wins(paths: tuple[Path, ...]) -> None:
     for path in reversed(paths):
         write(manifest(), path)
         assert find() == path
 
 
-def test_an_empty_logdir_is_none(paths: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_logdir_is_ignored(paths: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGDIR", "")
     assert manifests.search_path() == paths[1:]
 
 
-def test_none_found_names_every_place_that_was_searched(paths: tuple[Path, ...]) -> None:
+def test_missing_manifest_error_lists_all_searched_folders(paths: tuple[Path, ...]) -> None:
     message = refusal(load)
     assert all(str(path.parent) in message for path in paths)
 
@@ -108,7 +108,7 @@ def test_a_missing_given_path_is_an_error(paths: tuple[Path, ...]) -> None:
     assert "/nowhere/m.json" in refusal(lambda: load(Path("/nowhere/m.json")))
 
 
-def test_a_folder_means_the_file_in_it(path: Path, tmp_path: Path) -> None:
+def test_folder_path_resolves_to_the_manifest_in_it(path: Path, tmp_path: Path) -> None:
     assert find(tmp_path) == path
     assert resolve_path(tmp_path) == path
     path.unlink()
@@ -138,8 +138,8 @@ while True:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_the_file_that_was_checked_is_the_file_that_is_read(path: Path) -> None:
-    """Another user keeps swapping our manifest and theirs while we read."""
+def test_manifest_cannot_be_swapped_after_its_check(path: Path) -> None:
+    """Another user repeatedly swaps our manifest with theirs while we read it."""
     ours, theirs, new = (path.with_name(name) for name in ("ours", "theirs", "new"))
     ours.write_bytes(path.read_bytes())
     theirs.write_text(path.read_text().replace('"model": "tiny"', '"model": "evil"'))
@@ -153,7 +153,7 @@ def test_the_file_that_was_checked_is_the_file_that_is_read(path: Path) -> None:
             try:
                 read_models.add(read(path).model)
             except ManifestError as error:
-                assert "12345" in error.message  # noqa: PT017 - either may come
+                assert "12345" in error.message  # noqa: PT017 - either error may occur
                 num_refused += 1
     finally:
         swapper.kill()
@@ -161,7 +161,7 @@ def test_the_file_that_was_checked_is_the_file_that_is_read(path: Path) -> None:
     assert read_models == {"tiny"}
 
 
-def test_a_link_is_refused_with_what_it_leads_to(path: Path) -> None:
+def test_symbolic_link_is_refused_with_its_target(path: Path) -> None:
     link = path.with_name("link.json")
     link.symlink_to(path)
     with pytest.raises(ManifestError, match="is a symbolic link") as refused:
@@ -170,7 +170,7 @@ def test_a_link_is_refused_with_what_it_leads_to(path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_a_file_that_others_may_write_to_is_refused(path: Path, mode: int) -> None:
+def test_file_writable_by_others_is_refused(path: Path, mode: int) -> None:
     path.chmod(mode)
     assert f"mode {mode:04o}" in refusal(lambda: load(path))
 
@@ -181,19 +181,19 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["# My thesis", '{"model_type": "llama"}'])
-def test_a_server_writes_over_no_other_file(path: Path, text: str) -> None:
+def test_server_never_overwrites_other_files(path: Path, text: str) -> None:
     path.write_text(text)
     assert "is not a Bridge manifest" in refusal(lambda: write(manifest(), path))
     assert path.read_text() == text
 
 
-def test_a_place_that_may_not_be_entered_is_refused(tmp_path: Path) -> None:
+def test_inaccessible_folder_is_refused(tmp_path: Path) -> None:
     too_long = tmp_path / ("x" * 300)
     assert "too long" in refusal(lambda: load(too_long))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_a_search_place_of_another_user_is_refused(paths: tuple[Path, ...]) -> None:
+def test_manifest_of_another_user_on_the_path_is_refused(paths: tuple[Path, ...]) -> None:
     paths[0].parent.chmod(0o700)
     os.seteuid(12345)
     try:
@@ -205,7 +205,7 @@ def test_a_search_place_of_another_user_is_refused(paths: tuple[Path, ...]) -> N
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_a_manifest_cut_anywhere_is_refused(path: Path, compact: bool) -> None:
+def test_truncated_manifest_is_refused(path: Path, compact: bool) -> None:
     whole = path.read_text()
     whole = json.dumps(json.loads(whole)) if compact else whole
     lengths = [*range(0, len(whole) - 1, 50), len(whole) - 1]
@@ -219,12 +219,12 @@ def test_a_manifest_cut_anywhere_is_refused(path: Path, compact: bool) -> None:
     "text",
     ["", "[]", "null", "3", "{}", "[" * 100_000, '{"rank": ' + "9" * 5000 + "}", '{"model": "\\ud800"}', "\x00"],
 )
-def test_what_is_no_manifest_is_refused(path: Path, text: str) -> None:
+def test_invalid_manifest_is_refused(path: Path, text: str) -> None:
     path.write_text(text)
     refusal(lambda: load(path))
 
 
-def test_bytes_that_are_no_text_are_refused(path: Path) -> None:
+def test_binary_content_is_refused(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00{")
     refusal(lambda: load(path))
 
@@ -269,12 +269,12 @@ HANDLE = {
         ({"token": "schl\u00fcssel"}, "token"),
     ],
 )
-def test_an_edited_manifest_is_refused_and_the_field_named(path: Path, changes: dict[str, Any], named: str) -> None:
+def test_edited_manifest_is_refused_with_the_field_name(path: Path, changes: dict[str, Any], named: str) -> None:
     edit(path, **changes)
     assert named in refusal(lambda: load(path))
 
 
-def test_a_missing_field_is_named(path: Path) -> None:
+def test_missing_field_is_named(path: Path) -> None:
     document = json.loads(path.read_text())
     for field in document:
         if field in {"schema_version", "lora_slots", "model_class", "max_model_len", "quantized"}:
@@ -341,7 +341,7 @@ def test_a_reader_never_sees_half_a_manifest(path: Path, monkeypatch: pytest.Mon
     assert load(path).model == "second"
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(path: Path) -> None:
+def test_uncreatable_folder_is_refused_in_one_line(path: Path) -> None:
     refusal(lambda: write(manifest(), path / "inside a file" / "m.json"))
 
 
@@ -352,7 +352,7 @@ def test_a_server_removes_its_own_manifest(path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", ""])
-def test_a_server_leaves_every_other_manifest_alone(path: Path, text: str | None) -> None:
+def test_server_never_removes_other_manifests(path: Path, text: str | None) -> None:
     if text is not None:
         path.write_text(text)
     before = path.read_bytes()
@@ -361,13 +361,13 @@ def test_a_server_leaves_every_other_manifest_alone(path: Path, text: str | None
 
 
 def two_ranks() -> Manifest:
-    """A server of two ranks that hold different parameters, on two GPUs."""
+    """A server with two ranks on two GPUs that hold different parameters."""
     view = View(parameter="v", offset=0, shape=(4,), stride=(1,))
     second = Shard(rank=1, gpu_uuid="GPU-2", ipc_handles={"v": cuda_handle()}, param_mappings={"v": view}, padding={})
     return manifest().model_copy(update={"gpu_uuid": "GPU-1", "other_shards": (second,), "tp_degree": 2})
 
 
-def test_the_shards_of_several_ranks_are_read_back(tmp_path: Path) -> None:
+def test_shards_of_several_ranks_read_back_equal(tmp_path: Path) -> None:
     write(two_ranks(), tmp_path / "m")
     document = json.loads((tmp_path / "m").read_text())
     (other,) = document["other_shards"]
@@ -379,7 +379,7 @@ def test_the_shards_of_several_ranks_are_read_back(tmp_path: Path) -> None:
     assert [loaded.shards[rank].rank for rank in range(2)] == [0, 1]
 
 
-def test_a_fault_in_a_later_shard_is_named(tmp_path: Path) -> None:
+def test_fault_in_a_later_shard_is_reported(tmp_path: Path) -> None:
     write(two_ranks(), tmp_path / "m")
     document = json.loads((tmp_path / "m").read_text())
     document["other_shards"][0]["rank"] = "second"
