@@ -284,7 +284,7 @@ class Ranks(Tensors):
             return Outcome.of(error)
 
     def _exchange_outcomes(self, mine: Outcome) -> tuple[list[Outcome], BaseException | None]:
-        """Return every rank's outcome, and an interrupt deferred meanwhile, because other ranks wait for this one."""
+        """Return every rank's outcome, and an interrupt that was deferred because other ranks wait for this one."""
         outcomes: list[Outcome] = []
         try:
             with deferred_interrupt(), self._errors_of_torch():

@@ -49,7 +49,7 @@ class OpenedModel:
     open_s: float
     """Seconds it took to attach or load the weights."""
     weight_bytes: int
-    """Bytes of weights that this process holds beside the server's; 0 with one copy."""
+    """Bytes of weights that this process holds in addition to the server's; 0 with one copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class AttachedModel:
         return unshared
 
     def weight_bytes(self) -> int:
-        """Measure the bytes of weights that this process holds beside the server's; 0 with one copy."""
+        """Measure the bytes of weights that this process holds in addition to the server's; 0 with one copy."""
         unshared = sum(int(self.model.get_parameter(name).nbytes) for name in self.unshared_parameters())
         return max(unshared, self.allocated_bytes)
 

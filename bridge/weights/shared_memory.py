@@ -25,7 +25,7 @@ class SharedBlock(NamedTuple):
     """A shared file of this process and its mapping."""
 
     path: str  # other processes of the same user open it by this path
-    storage: torch.UntypedStorage  # the whole file
+    storage: torch.UntypedStorage  # the entire file
 
 
 def allocate(num_bytes: int) -> SharedBlock:

@@ -47,7 +47,7 @@ def configuration(model: str) -> PretrainedConfig:
     returns tuples. vLLM ignores these settings.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    config._attn_implementation = config._experts_implementation = None  # also in sub-configurations
+    config._attn_implementation = config._experts_implementation = None  # also for sub-configurations
     for part in (config, config.get_text_config()):
         part.return_dict = True
     return config

@@ -76,7 +76,8 @@ class Rules:
         """Return why `host` cannot be a name of this server; None if it can."""
         if host is None or not self.is_on_loopback:
             return None
-        if "@" not in host and _is_loopback(_parts(f"//{host}").hostname or ""):  # a Host has no user
+        # A Host header must not contain a user name.
+        if "@" not in host and _is_loopback(_parts(f"//{host}").hostname or ""):
             return None
         return (
             f"this server listens on loopback, and is not {host[:100]!r}: use http://127.0.0.1:PORT, or have the"
@@ -98,7 +99,8 @@ class Rules:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        fits = [hmac.compare_digest(_digest(key), digest) for digest in self.key_digests]  # all: no timing side channel
+        # Comparing all keys avoids a timing side channel.
+        fits = [hmac.compare_digest(_digest(key), digest) for digest in self.key_digests]
         return scheme.lower() == "bearer" and any(fits)
 
 

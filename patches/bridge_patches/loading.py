@@ -131,7 +131,7 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
 
 
 def _hold_loaded_buffers(model: nn.Module, views: Mapping[str, View]) -> None:
-    """Turn each buffer that a weight is loaded into into a parameter, so that it is exported like one."""
+    """Replace each buffer that gets a loaded weight with a parameter, so that it is exported like one."""
     loaded = {view.parameter for view in views.values()}
     for name, buffer in stored_buffers(model).items():
         if name in loaded:

@@ -81,7 +81,8 @@ def end_with_parent() -> None:
     Seen in vLLM 0.26 to 0.33.
     """
     if not _tied:
-        multiprocessing.util.register_after_fork(end_with_parent, lambda _: end_with_parent())  # forks call no plugin
+        # vLLM does not call plugins again in forked processes.
+        multiprocessing.util.register_after_fork(end_with_parent, lambda _: end_with_parent())
     parent = multiprocessing.parent_process()
     if parent is not None and os.getpid() not in _tied:
         threading.Thread(target=_end_after, args=(parent,), name="end_with_parent", daemon=True).start()

@@ -199,7 +199,8 @@ class ServerFence:
         async with self._lock:
             self._refuse_unless_held(holder)
             self._after("resume", self._phase)
-            if self._makes_fp8 and self._phase is Phase.WRITING and self.writes == "weights":  # in case some were
+            # The holder reports that nothing was written, but some weights may have been.
+            if self._makes_fp8 and self._phase is Phase.WRITING and self.writes == "weights":
                 await self._engine.collective_rpc("bridge_requantize")
             await self._resume()
 

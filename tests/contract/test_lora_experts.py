@@ -26,7 +26,7 @@ PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(NUM_LAYERS)]
 
 
 def slots_of(hidden: int, width: int) -> Any:
-    """Return vLLM's layer with slots but no kernel, whose attributes the constructor needs are set here."""
+    """Return vLLM's layer with slots but no kernel, with the attributes set that its constructor reads."""
     from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 
     layer: Any = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)

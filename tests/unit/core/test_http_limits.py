@@ -80,7 +80,7 @@ CHUNK = b"190\r\n" + b"x" * 400 + b"\r\n"
 
 
 @pytest.mark.parametrize("body", [b"content-length: 1001\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n" + 3 * CHUNK])
-def test_body_that_is_too_large_is_refused_at_once(body: bytes) -> None:
+def test_body_that_is_too_large_is_refused_immediately(body: bytes) -> None:
     with listening(app()) as address:
         answer = exchanged(address, POST + body)
     assert answer.startswith(b"HTTP/1.1 413 ")

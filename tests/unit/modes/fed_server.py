@@ -35,7 +35,7 @@ class FedServer:
     is_paused: bool = False
     has_dev_routes: bool = True
     dies_at: str = ""
-    """Route from which on the server stops answering."""
+    """The server stops answering when this route is called."""
     is_dead: bool = False
     fails_at: str = ""
     """Route that responds with status 500."""

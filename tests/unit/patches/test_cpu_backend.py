@@ -22,7 +22,7 @@ TOKENS, EXPERTS, TOP_K, HIDDEN, INNER = 7, 4, 2, 16, 12
 
 
 class Activation(Enum):
-    """As in vLLM."""
+    """vLLM's activation enum."""
 
     SILU = "silu"
 

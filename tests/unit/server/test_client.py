@@ -231,7 +231,7 @@ def test_returning_the_lease_of_a_dead_server_is_not_an_error() -> None:
     client.close()
 
 
-def test_invalid_address_is_refused_at_once() -> None:
+def test_invalid_address_is_refused_immediately() -> None:
     with pytest.raises(UsageError, match="not the address of a server"):
         BridgeClient(manifest(), timeout_s=1, url="http://127.0.0.1:none")
 

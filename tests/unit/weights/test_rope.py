@@ -70,7 +70,7 @@ def hidden(prepared: PreparedModel, *lengths: int) -> Tensor:
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST])
-def test_short_sequence_beside_a_long_one_is_unchanged(max_model_len: int) -> None:
+def test_short_sequence_packed_with_a_long_one_is_unchanged(max_model_len: int) -> None:
     model = made(llama(LONG))
     plain = PreparedModel(model)
     beside = hidden(plain, SHORT_SEQUENCE, LONG_SEQUENCE)
