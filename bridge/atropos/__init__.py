@@ -1,6 +1,6 @@
-"""Atropos: environments in other processes push rollouts into a queue, the *API*, and a trainer takes them out.
+"""Atropos: environments in other processes push rollouts into a queue, the *API*, from which a trainer takes them.
 
-Words: *API* (`run-api` of atroposlib), *group* (scored sequences of one problem), *batch* (groups that add up to the
-sequences of one step), *mask* (which tokens of a sequence the model sampled).
+Words: *API* (atroposlib's `run-api`), *group* (scored sequences for one problem), *batch* (groups with as many
+sequences in total as one step needs), *mask* (marks the tokens of a sequence that the model sampled).
 May import: `bridge.rollouts`, `bridge.scoring`, `bridge.server`, `bridge.config`, `bridge.weights`, `bridge.core`.
 """

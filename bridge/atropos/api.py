@@ -1,6 +1,6 @@
-"""Client of an Atropos API, for a trainer or an environment, and the bodies that both sides send and get.
+"""Client of an Atropos API for trainers and environments, and the bodies of requests and responses.
 
-Unknown keys in answers are ignored: another version of the API may add some.
+Unknown keys in responses are ignored, because other versions of the API may add some.
 
 Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
 """
@@ -18,16 +18,16 @@ from bridge.server.limited_http import MAX_SAMPLED_BYTES, LimitedTransport
 MASKED = -100
 """Marks a token in `masks` that the model did not sample."""
 UNKNOWN_LOGPROB = 1.0
-"""Marks a token in `inference_logprobs` that is masked or whose log-probability is unknown."""
+"""Marks a token in `inference_logprobs` that is masked, or whose log-probability is unknown."""
 NO_TRAINER = -1
-"""Answer of an API instead of a trainer's settings before a trainer registers."""
+"""The API reports this value instead of a trainer's settings until a trainer registers."""
 WEIGHT_VERSIONS = "weight_versions"
-"""In `overrides`, which weights sampled a sequence: [version, number of sampled tokens] for each run of tokens.
-Atropos passes it on; its own environments do not send it."""
+"""Key in `overrides` for the weights that sampled a sequence: [version, number of sampled tokens] for each run of
+consecutive tokens. Atropos passes it on; its own environments do not send it."""
 LIMIT_S = 120.0
-"""Longest wait for an answer: a batch of long sequences is some ten megabytes of JSON."""
+"""Longest wait for a response; a batch of long sequences is some ten megabytes of JSON."""
 FIRST_WAIT_S = 0.25
-"""Seconds before the first retry of a request; doubled each time."""
+"""Wait in seconds before the first retry of a request; doubled for each further retry."""
 LONGEST_WAIT_S = 8.0
 """Longest wait before a retry."""
 
@@ -36,65 +36,65 @@ Numbers = tuple[float | None, ...]
 
 
 class Body(BaseModel):
-    """A request or an answer."""
+    """The body of a request or a response."""
 
     model_config = ConfigDict(frozen=True)
 
 
 class TrainerInfo(Body):
-    """The answer of `GET /info`, as the trainer registered it; -1 if none has."""
+    """The response of `GET /info`, with the values that the trainer registered; -1 if no trainer has registered."""
 
     batch_size: int
-    """Sequences of one batch, which is made of whole groups."""
+    """Number of sequences in a batch, which consists of complete groups."""
     max_token_len: int
-    """Environments leave out groups with a sequence of at least this many tokens; 0 or less: no limit."""
+    """Environments leave out groups with a sequence of this many tokens or more; 0 or less: no limit."""
 
 
 class EnvironmentStatus(Body):
-    """The answer of `GET /status-env`."""
+    """The response of `GET /status-env`."""
 
     queue_size: int
-    """Groups that wait and are in no batch yet, counted in the environment's own group size."""
+    """Number of queued groups that are not in a batch yet, in units of the environment's own group size."""
     current_step: int
-    """Batches formed since the trainer's first step."""
+    """Number of batches formed since the trainer's first step."""
     max_group_size: int = 1
-    """Sequences in the largest group that waits."""
+    """Number of sequences in the largest queued group."""
 
 
 class RegisteredEnvironment(Body):
-    """The answer of `POST /register-env`."""
+    """The response of `POST /register-env`."""
 
     status: str
-    """`success`, or what the environment has to wait for: a trainer that requests its first batch."""
+    """`success`, or that the environment must wait until a trainer requests its first batch."""
     env_id: int | None = None
-    """Number of the environment, from 0; it sends it with everything."""
+    """Number of the environment, from 0, which it sends with every request."""
     starting_step: int | None = None
     num_steps: int | None = None
 
 
 class ScoredGroup(Body):
-    """One group of `POST /scored_data_list` and of a batch: sequences of one problem.
+    """One group in `POST /scored_data_list` or in a batch: the sequences for one problem.
 
-    The API checks the types, but neither that lengths agree nor that numbers are finite: one that is not may cost the
-    whole batch. An empty list stands for None.
+    The API checks only types: neither that lengths match, nor that numbers are finite. A single non-finite number may
+    cost the whole batch. An empty list means None.
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    """Each sequence from its first token: the prompt, the completion, and whatever came between several."""
+    """Each sequence from its first token: prompt, completion and, with several turns, the tokens between them."""
     masks: tuple[tuple[int, ...], ...]
-    """-100 for each token that the model did not sample, else the token; not shifted."""
+    """-100 for each token that the model did not sample, otherwise the token itself; not shifted."""
     scores: Numbers
     """One reward per sequence."""
     advantages: tuple[Numbers, ...] | None = None
-    """One per token, prompt included, or one per sequence; None: they come from the scores."""
+    """One per token, including the prompt, or one per sequence; None: computed from the scores."""
     inference_logprobs: tuple[Numbers, ...] | None = None
-    """Log-probability of each token when it was sampled, in nats; 1 where masked or unknown. None: unknown."""
+    """Log-probability of each token when it was sampled, in nats; 1 where masked or unknown. None: all unknown."""
     generation_params: dict[str, Any] | None = None
     """Sampling parameters."""
     overrides: tuple[dict[str, Any], ...] | None = None
-    """Per sequence: `set_advantage_to_zero`, `temperature`, and Bridge's own `WEIGHT_VERSIONS`."""
+    """For each sequence: `set_advantage_to_zero`, `temperature`, and Bridge's own `WEIGHT_VERSIONS`."""
     group_overrides: dict[str, Any] | None = None
-    """Overrides of the whole group: `temperature`, `group_size`."""
+    """Overrides for the group: `temperature`, `group_size`."""
     env_id: int | None = None
     """Number of the environment that sent it."""
     messages: Any = None
@@ -103,45 +103,45 @@ class ScoredGroup(Body):
     ref_logprobs: Any = None
     """A reference model's log-probabilities."""
     distill_token_ids: Any = None
-    """A teacher's likeliest tokens at each place."""
+    """A teacher's likeliest tokens at each position."""
     distill_logprobs: Any = None
 
 
 class Received(Body):
-    """The answer of `POST /scored_data_list`."""
+    """The response of `POST /scored_data_list`."""
 
     status: Literal["received"]
-    """It would be `buffered` for a group that is smaller than its environment's groups are."""
+    """The API would report `buffered` for a group that is smaller than its environment's group size."""
 
 
 class BatchAnswer(Body):
-    """The answer of `GET /batch`."""
+    """The response of `GET /batch`."""
 
     batch: tuple[ScoredGroup, ...] | None
-    """The newest batch; None: there is none yet."""
+    """The newest batch; None if no batch is complete yet."""
     status: str | None = None
-    """`error` if no trainer is registered; the batch is empty then."""
+    """`error` if no trainer is registered, in which case the batch is empty."""
 
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class AtroposApi:
-    """The connection of one trainer, or of one environment, to an API.
+    """The connection of a trainer or an environment to an API.
 
-    A request that did not reach the API is retried. One that the API may have accepted is not, if accepting it twice
-    would make a difference. Every call raises AtroposError if there is no answer, or one that cannot be used.
+    A request that did not reach the API is retried. A request that the API may have accepted is not retried if
+    accepting it twice would make a difference. Every call raises AtroposError if the response is missing or invalid.
     """
 
     def __init__(self, url: str, *, max_retries: int = 4) -> None:
-        """Open no connection yet.
+        """Do not connect yet.
 
         Raises:
             UsageError: `url` is not an address.
         """
         self.url = url.rstrip("/")
         self.num_retries = 0
-        """Requests that were sent again, so far."""
+        """Number of requests retried so far."""
         self._max_retries = max_retries
         try:
             transport = LimitedTransport(MAX_SAMPLED_BYTES, trust_env=False)
@@ -155,46 +155,46 @@ class AtroposApi:
         self._http.close()
 
     def info(self) -> TrainerInfo:
-        """Return what the trainer registered."""
+        """Return the settings that the trainer registered."""
         return self._parsed(self._send("GET", "info"), TrainerInfo)
 
     def register(self, trainer: TrainerInfo, **other: str | int) -> None:
-        """Register a trainer; an API that has one silently keeps that one: compare `info` afterwards.
+        """Register a trainer. If one is registered already, the API silently keeps it: check `info` afterwards.
 
-        `other` are the API's own fields: `wandb_group` and `wandb_project` of the environments' runs, `checkpoint_dir`
-        for a state of theirs every `save_checkpoint_interval` steps (0 or less: none), `starting_step` (steps that were
-        taken before), and `num_steps`, after which they stop.
+        `other` are further fields of the API: `wandb_group` and `wandb_project` for the environments' runs,
+        `checkpoint_dir`, where environments save their state every `save_checkpoint_interval` steps (0 or less:
+        never), `starting_step` (steps taken before), and `num_steps`, after which environments stop.
         """
         self._checked(self._send("POST", "register", trainer.model_dump() | other))
 
     def batch(self) -> BatchAnswer | None:
-        """Take the newest batch out of the API; None: the API could not encode one, which is lost.
+        """Take the newest batch out of the API; None if the API failed to encode a batch, which is then lost.
 
-        The first call lets environments begin.
+        Environments start after the first call.
         """
         response = self._send("GET", "batch")
         return None if response.is_server_error else self._parsed(response, BatchAnswer)
 
     def register_environment(self, name: str, *, group_size: int, max_token_length: int) -> RegisteredEnvironment:
-        """Register an environment; it has to wait until a trainer has requested its first batch.
+        """Register an environment, which must wait until a trainer has requested its first batch.
 
-        The API adds a number to `name`. Of several environments each gets the same share of a batch.
+        The API appends a number to `name`. All environments contribute equal shares to a batch.
         """
         body = {"desired_name": name, "group_size": group_size, "max_token_length": max_token_length, "weight": 1.0}
         return self._parsed(self._send("POST", "register-env", body), RegisteredEnvironment)
 
     def environment_status(self, env_id: int) -> EnvironmentStatus | None:
-        """Return what waits, as one environment sees it; None: no environment of that number is connected."""
+        """Return the queue's status for an environment; None if no environment with this number is connected."""
         response = self._send("GET", "status-env", {"env_id": env_id})
         return None if response.is_server_error else self._parsed(response, EnvironmentStatus)
 
     def send(self, groups: Sequence[ScoredGroup]) -> None:
-        """Put groups into the queue; a number in them that is not finite would cost a whole batch."""
+        """Put groups into the queue. They must not hold non-finite numbers, which would cost a whole batch."""
         body = [group.model_dump(exclude_none=True) for group in groups]
         self._parsed(self._send("POST", "scored_data_list", body), Received)
 
     def disconnect_environment(self, env_id: int) -> None:
-        """Report that an environment sends nothing more."""
+        """Report that an environment will not send anything more."""
         self._checked(self._send("POST", "disconnect-env", {"env_id": env_id}))
 
     def _send(self, method: str, route: str, body: object = None) -> httpx.Response:
@@ -228,6 +228,6 @@ class AtroposApi:
     def _lost(self, reason: str) -> AtroposError:
         return AtroposError(
             f"the Atropos API at {self.url} does not answer as expected ({reason})",
-            hint="start it with run-api (pip install atroposlib), or name another with --atropos-url; a run that was"
-            " stopped resumes with --resume",
+            hint="start it with run-api (pip install atroposlib), or name a different one with --atropos-url; a"
+            " stopped run resumes with --resume",
         )

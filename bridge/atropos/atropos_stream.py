@@ -1,9 +1,10 @@
 """The stream of batches that environments in other processes sample, score and push into an Atropos API.
 
-One batch is taken for each step, and none ahead: environments limit how far they run ahead, by the groups that wait.
-The API returns the newest batch first. Which weights made a token is known if an environment sends it, as ours do.
+One batch is taken per step, and none in advance: environments limit how far they run ahead by the number of queued
+groups. The API returns the newest batch first. The version of the weights that sampled a token is known only if the
+environment sends it, as Bridge's do.
 
-Of several ranks the first one talks to the API, and sends every batch to all; each checks its own server.
+With several ranks, the first one talks to the API and sends every batch to all others. Each rank checks its own server.
 """
 
 import logging
@@ -28,27 +29,27 @@ from bridge.weights import skeleton
 logger = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S = 0.05
-"""Seconds before the second request for a batch; each pause is half as long again."""
+"""Pause in seconds before the second request for a batch; each further pause is 1.5 times as long."""
 LONGEST_PAUSE_S = 1.0
 """Longest pause between two requests for a batch."""
 HEALTH_INTERVAL_S = 5.0
-"""Seconds between two checks of the server that samples: environments wait forever for one that died."""
+"""Seconds between two checks of the server that samples, because environments wait forever for a dead server."""
 POLLED_PORTS = range(9004, 9008)
-"""Ports of this host that an environment polls if its `config_init` returns one server, and not a list.
+"""Local ports that an environment polls if its `config_init` returns a single server instead of a list.
 
-It ignores every other address, and waits forever if no server is there.
+It ignores the configured address, and waits forever if no server listens on these ports.
 Source: atroposlib 0.4.0, `ServerManager.__init__`.
 """
 FIRST_REPORT_S = 30.0
-"""Seconds without a batch after which the reason is reported, and again whenever the time has doubled."""
+"""Seconds without a batch after which the reason is logged; logged again each time the wait has doubled."""
 
 
 class AtroposStream:
-    """The batches of one API."""
+    """Takes batches from one API."""
 
     skipped: tuple[Group, ...] = ()
     num_in_flight = 0
-    """The environments own what is in flight."""
+    """Always 0: the groups in flight belong to the environments."""
 
     def __init__(
         self,
@@ -64,17 +65,17 @@ class AtroposStream:
         run_name: str,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Check the API before anything that takes long; environments group their own runs under `run_name`.
+        """Check the API first, before anything slow. Environments group their own runs under `run_name`.
 
-        The API gets `training_steps` and the folder of `checkpoints`. What `loss` and `evaluation` choose in vain is
-        logged.
+        The API gets `training_steps` and the folder of `checkpoints`. Settings in `loss` and `evaluation` that have no
+        effect are logged.
 
         Raises:
             AtroposError: the API does not answer.
-            UsageError: the API keeps another trainer's settings, or the model has no tokenizer.
+            UsageError: the API keeps a different trainer's settings, or the model has no tokenizer.
         """
         self.num_retries = 0
-        """Retries of the last step, including requests for a batch that the API lost."""
+        """Retries in the last step, including requests for batches that the API lost."""
         self._rollouts = rollouts
         self._sampling = sampling
         self._checkpoints = checkpoints
@@ -85,9 +86,9 @@ class AtroposStream:
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
         self._fetched: list[Group] = []
-        """The next step's: they are kept if another rank's server is gone, until it was started again."""
+        """Groups fetched for the next step; kept while a lost server of any rank is restarted."""
         self._longest: int | None = None
-        """Tokens of the longest sequence; known once the trainer is registered, which takes a server."""
+        """Length of the longest sequence in tokens; None until the trainer is registered, which needs a server."""
         api = AtroposApi(rollouts.atropos_url, max_retries=sampling.max_retries)
         with closing(api):
             ranks.run_on_rank_zero(lambda: _refuse_others(api, batch_size=rollouts.batch_size))
@@ -95,10 +96,10 @@ class AtroposStream:
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         self._model = skeleton.build(model_name, torch.bfloat16).config.get_text_config()
         if evaluation.samples:
-            logger.info("--eval-samples is ignored: Atropos' environments evaluate by themselves")
+            logger.info("--eval-samples is ignored: Atropos environments run their own evaluations")
         if loss.mask_truncated:
             logger.info(
-                "--mask-truncated is ignored: Atropos' environments do not report which completions were truncated"
+                "--mask-truncated is ignored: Atropos environments do not report which completions were truncated"
             )
         self._api = AtroposApi(rollouts.atropos_url, max_retries=sampling.max_retries)
 
@@ -107,16 +108,16 @@ class AtroposStream:
         self._server_urls = self._ranks.one_per_replica(self._ranks.all_gather_object(endpoint.url))
 
     def resume(self, trained: TrainedProblems) -> None:
-        """Skip nothing: the problems are the environments'."""
+        """Do nothing: the environments choose the problems."""
 
-    def take(self, count: int, *, step: int) -> list[Group]:  # noqa: ARG002  a batch has as many groups as it has
-        """Wait for a batch, and return it; groups that cannot be used are in it without completions, at the end.
+    def take(self, count: int, *, step: int) -> list[Group]:  # noqa: ARG002  the API decides how many groups a batch has
+        """Wait for a batch, and return its groups; unusable groups come last, without completions.
 
         Raises:
-            ServerUnreachableError: the server that environments sample from is gone.
-            AtroposError: the API is gone, or had no batch for too long.
-            RewardError: too much of the batch cannot be used.
-            UsageError: the API keeps another trainer's settings.
+            ServerUnreachableError: the server that environments sample from does not answer.
+            AtroposError: the API does not answer, or has had no batch for too long.
+            RewardError: too much of the batch is unusable.
+            UsageError: the API keeps a different trainer's settings.
         """
         before = self._api.num_retries + self._num_lost
         polls = self._poll(step)
@@ -128,10 +129,10 @@ class AtroposStream:
         return groups
 
     def evaluate(self, *, step: int) -> None:
-        """Evaluate nothing: environments do it themselves."""
+        """Do nothing: environments run their own evaluations."""
 
     def close(self) -> None:
-        """Close the connection, and report what was left out in all."""
+        """Close the connection, and log how much was left out in total."""
         self._api.close()
         if self._left_out:
             kinds = ", ".join(f"{kind}: {count}" for kind, count in self._left_out.most_common())
@@ -140,13 +141,13 @@ class AtroposStream:
             logger.warning(f"{self._num_lost} batches were lost in the Atropos API")
 
     def _poll(self, step: int) -> Iterator[list[Group] | None]:
-        """Yield None until there is a batch, and check the server after each; then yield the batch's groups, on rank 0.
+        """Yield None until a batch arrives, checking the server after each; then, on rank 0, yield the batch's groups.
 
-        The pause between two requests for a batch grows; what is wrong is reported.
+        The pause between two requests for a batch grows; the reason for a long wait is logged.
 
         Raises:
-            ServerUnreachableError: this rank's server is gone.
-            AtroposError: it took too long, or the API is gone.
+            ServerUnreachableError: this rank's server does not answer.
+            AtroposError: the wait took too long, or the API does not answer.
         """
         while not self._ranks.is_rank_zero:
             yield None
@@ -190,27 +191,29 @@ class AtroposStream:
             return answer.batch
         if answer is not None or self._api.info().batch_size == NO_TRAINER:  # restarted, or reset, which breaks /batch
             self._longest = None
-            logger.warning(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
+            logger.warning(f"the Atropos API at {self._api.url} has lost its trainer's registration: registering again")
             return None
         self._num_lost += 1
         warn_once(
             logger,
-            f"the Atropos API at {self._api.url} lost a whole batch: it cannot encode NaN or infinity; fix the score or"
-            " the log-probability of the environment that sends it",
+            f"the Atropos API at {self._api.url} lost a whole batch: it cannot encode NaN or infinity; fix the"
+            " environment that sends such a score or log-probability",
         )
         return None
 
     def _register(self, step: int) -> int:
-        """Register before `step`, and return the longest sequence; the API keeps the settings of the first trainer.
+        """Register before `step`, and return the longest sequence in tokens.
+
+        The API keeps the settings of the first trainer.
 
         Raises:
-            UsageError: the API keeps another trainer's settings.
+            UsageError: the API keeps a different trainer's settings.
         """
         longest, whose = longest_sequence(self._server_url, getattr(self._model, "max_position_embeddings", None))
         checkpoints = self._checkpoints
         batch_size = self._rollouts.batch_size
         assert checkpoints.save_path is not None, "derived from the run directory"
-        max_token_len = longest + 1  # environments leave out what is as long as this
+        max_token_len = longest + 1  # environments leave out sequences of this length or more
         is_first = self._api.info().batch_size == NO_TRAINER
         if is_first:
             self._api.register(
@@ -223,10 +226,10 @@ class AtroposStream:
                 num_steps=self._training_steps,
             )
         _refuse_others(self._api, is_registered=True, batch_size=batch_size, max_token_len=max_token_len)
-        how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
+        how = "registered this trainer" if is_first else "already has a trainer with the same settings"
         logger.info(
             f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
-            f" {longest:,} tokens ({whose} limit); staleness is known only of `bridge env`'s sequences"
+            f" {longest:,} tokens ({whose} limit); staleness is known only for sequences from `bridge env`"
         )
         if len(self._server_urls) > 1:
             logger.info(
@@ -248,7 +251,7 @@ class AtroposStream:
             self._left_out[kind] += 1
             if self._left_out[kind] == 1:
                 whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-                logger.warning(f"a group{whose} is left out: {fault}; others of this kind are counted")
+                logger.warning(f"a group{whose} is left out: {fault} (reported once; all are counted)")
         unscored = [completion for group in bad for completion in group.unscored]
         num_sequences = sum(len(scored.tokens) for scored in batch)
         if len(unscored) > self._max_unscored_share * num_sequences:
@@ -264,10 +267,10 @@ class AtroposStream:
 
 
 def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int, str]:
-    """Return the tokens of the longest sequence that can be trained on, and whose limit it is.
+    """Return the length in tokens of the longest sequence that can be trained on, and where this limit comes from.
 
     Raises:
-        UsageError: neither the model nor the server at `url` has one.
+        UsageError: neither the model nor the server at `url` has a limit.
     """
     limits = [(max_position_embeddings, "the model's max_position_embeddings"), (max_model_len(url), "the server's")]
     bounds = [(bound, whose) for bound, whose in limits if bound]
@@ -280,7 +283,10 @@ def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int
 
 
 def _refuse_others(api: AtroposApi, *, is_registered: bool = False, **wanted: int) -> None:
-    """Refuse an API that keeps another trainer's settings; without any it is free, unless one `is_registered`."""
+    """Raise UsageError if the API's settings differ from those `wanted`.
+
+    An API without settings is free to use, unless this trainer `is_registered` there and should have set them.
+    """
     kept = api.info()
     is_free = kept.batch_size == NO_TRAINER
     differing = [
@@ -290,9 +296,9 @@ def _refuse_others(api: AtroposApi, *, is_registered: bool = False, **wanted: in
     ]
     if not differing or (is_free and not is_registered):
         return
-    what = f"keeps the settings of another trainer ({'; '.join(differing)})"
+    what = f"keeps the settings of a different trainer ({'; '.join(differing)})"
     if is_free:
-        what = "got groups of environments before it had a trainer, and no longer accepts any"
+        what = "received groups before a trainer registered, and no longer accepts a trainer"
     raise UsageError(
         f"the Atropos API at {api.url} {what}",
         hint=f"stop the environments, restart run-api or empty it (curl {api.url}/reset_data), then start this"
@@ -301,10 +307,10 @@ def _refuse_others(api: AtroposApi, *, is_registered: bool = False, **wanted: in
 
 
 def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
-    """Return why the API makes no batch of `batch_size` sequences, which it does not report itself, and a hint.
+    """Return why the API does not form a batch of `batch_size` sequences, which it does not report, and a hint.
 
     Raises:
-        AtroposError: the API is gone.
+        AtroposError: the API does not answer.
     """
     environment = api.environment_status(0)
     if environment is None:
@@ -314,24 +320,25 @@ def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
             " that was started before the API"
         )
     elif not environment.queue_size:
-        reason = "environments have registered, and no groups wait"
+        reason = "environments have registered, but no groups are queued"
         hint = (
-            "check that they still run, and read their logs: they end at a total_steps of their own, and leave out"
-            " groups whose scores are all equal or with too long a sequence. One that sends no request to the server"
-            f" may poll ports {POLLED_PORTS[0]} to {POLLED_PORTS[-1]} whatever --openai.base_url says: name the server"
-            " twice, in a list under `openai:` of a --config servers.yaml. Or raise --atropos-timeout-s"
+            "check that they are still running, and read their logs: they stop at their own total_steps, and leave out"
+            " groups whose scores are all equal, or with a sequence that is too long. An environment that sends no"
+            f" requests to the server may poll ports {POLLED_PORTS[0]} to {POLLED_PORTS[-1]} regardless of"
+            " --openai.base_url: name the server twice, in a list under `openai:` in a file for --config. Or raise"
+            " --atropos-timeout-s"
         )
     else:
         largest = environment.max_group_size
         reason = (
-            f"{environment.queue_size} groups wait, of up to {largest} sequences each, and they make no batch of"
+            f"{environment.queue_size} groups of up to {largest} sequences are queued, but do not form a batch of"
             f" {batch_size}"
         )
-        hint = "read the environments' logs; if they have a min_batch_allocation, each has to send its share"
+        hint = "read the environments' logs; if they have a min_batch_allocation, each must send its share"
         if batch_size % largest:
             reason += f", which is not a multiple of {largest}"
             hint = (
-                f"--batch-size {-(-batch_size // largest) * largest} --group-size {largest}, or another group size of"
-                " the environment; restart run-api for it, and then the environments"
+                f"--batch-size {-(-batch_size // largest) * largest} --group-size {largest}, or a different group size"
+                " in the environment; then restart run-api, and after it the environments"
             )
     return reason, hint

@@ -1,11 +1,12 @@
-"""Feed an Atropos API with groups of one of our environments, as many as its trainer can use.
+"""Feed an Atropos API with groups of one of Bridge's environments, only as many as its trainer can use.
 
-Groups that wait and groups in flight are together never more than the trainer takes in `max_queued_batches` batches.
-Batches that the API has formed and the trainer has not taken yet do not count, because the API does not report them.
+Queued groups and groups in flight together never exceed `max_queued_batches` of the trainer's batches. Batches that the
+API has formed but the trainer has not taken yet do not count, because the API does not report them.
 
-A group whose answer was lost may be in the queue, and is not sent again: a missing group costs a sample, and a second
-one would be trained on twice. A group that lacks a completion is left out: no batch could be made up with it, and the
-API would keep it forever. A group whose rewards are all equal is sent: the trainer decides what to do with it.
+If the response to a group is lost, the group may be in the queue, and is not sent again: a missing group only costs
+samples, while a duplicate would be trained on twice. A group that lacks a completion is left out: it would not fit into
+any batch, and the API would keep it forever. A group whose rewards are all equal is sent: what to do with it is the
+trainer's decision.
 """
 
 import asyncio
@@ -45,30 +46,30 @@ logger = logging.getLogger(__name__)
 JOIN_POLL_S = 0.5
 """Seconds between two attempts to join."""
 POLL_S = 0.25
-"""Seconds between two looks into the queue."""
+"""Seconds between two queries of the queue."""
 REPORT_S = 10.0
-"""Seconds between two reports."""
+"""Seconds between two progress reports."""
 SEEDS = 1_000_000
-"""Between the first seeds of two environments: each group takes one."""
+"""Distance between the first seeds of two environments; each group uses one seed."""
 MAX_TOO_LONG = 32
-"""Groups that may be left out as too long before the first one is sent."""
+"""Number of groups left out as too long, before any group is sent, at which feeding fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedProgress:
-    """One line of output."""
+    """The progress shown in one line of output."""
 
     seconds: float  # since the trainer requested its first batch
-    step: int  # batches that the API has formed, counted from the trainer's first step
-    num_steps: int  # batches after which the trainer wants nothing more; 0: no end is known
-    queued_batches: float  # what waits in the API, from all environments, in the trainer's batches
-    groups: int  # that were sent
-    reward_mean: float | None  # of the last batch that was sent; None: nothing was sent
-    tokens_per_s: float  # sampled tokens of all groups that were sent, per second
-    too_long: int  # groups left out because one of their sequences is longer than the trainer wants
-    unscored: int  # groups left out because one of their completions has no reward
-    unanswered: int  # groups that may be in the queue or not, because the API's answer was lost
-    retries: int  # requests, to the servers and to the API, that were sent again
+    step: int  # batches that the API has formed since the trainer's first step
+    num_steps: int  # batches after which the trainer stops; 0 if unknown
+    queued_batches: float  # groups in the API's queue, from all environments, in units of the trainer's batches
+    groups: int  # groups sent
+    reward_mean: float | None  # mean reward of the last batch sent; None if nothing was sent
+    tokens_per_s: float  # sampled tokens of all groups sent, per second
+    too_long: int  # groups left out because a sequence is longer than the trainer accepts
+    unscored: int  # groups left out because a completion has no reward
+    unanswered: int  # groups that may or may not be queued, because the API's response was lost
+    retries: int  # retried requests to the servers and to the API
 
 
 class Membership(NamedTuple):
@@ -77,11 +78,11 @@ class Membership(NamedTuple):
     env_id: int
     groups_per_batch: int
     max_token_len: int
-    """The trainer accepts only sequences of fewer tokens than this; 0 or less: any."""
+    """The trainer only accepts sequences with fewer tokens than this; 0 or less: no limit."""
     num_steps: int
-    """Batches after which nothing more is wanted; 0: no end is known.
+    """Number of batches after which the trainer stops; 0 if unknown.
 
-    Also 0 if the API has formed them all already: a trainer that was resumed wants more than it registered.
+    Also 0 if the API has already formed them all, because a resumed trainer needs more batches than it registered.
     """
 
 
@@ -92,9 +93,10 @@ def feed(
     *,
     report: Callable[[FeedProgress], None],
 ) -> FeedProgress:
-    """Feed until the trainer has all batches that it wants, and return the last progress; `report` gets those before.
+    """Feed the API until the trainer has all of its batches; call `report` with the progress, and return the last one.
 
-    BridgeError: joining, sampling or scoring failed, or the API has stopped or was reset.
+    Raises:
+        BridgeError: joining, sampling or scoring failed, or the API has stopped or was reset.
     """
     urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
     lengths = [length for url in urls if (length := max_model_len(url))]
@@ -116,26 +118,27 @@ def feed(
             pairs = feeder.encoded(order, encode)
             return sampler.loop.run(feeder.run(pairs, sampler.servers_at(endpoints(urls)), report))
         finally:
-            with suppress(AtroposError):  # an API that has stopped knows no environment
+            with suppress(AtroposError):  # the API may have stopped
                 api.disconnect_environment(joined.env_id)
 
 
 def join(api: AtroposApi, config: FeedConfig) -> Membership:
-    """Join the API once a trainer requests its first batch; what is waited for is logged.
+    """Wait until a trainer requests its first batch, logging each wait, and join the API.
 
-    A UsageError says that our groups do not make up the trainer's batches.
+    Raises:
+        UsageError: the trainer's batch size is not a multiple of the group size.
     """
     group_size = config.sampling.group_size
     while (trainer := api.info()).batch_size < 1:
         info_once(logger, f"{api.url}: waiting for a trainer to register (bridge train --rollouts atropos ...)")
         time.sleep(JOIN_POLL_S)
-    if trainer.batch_size % group_size:  # the API would never form a batch, without a word
+    if trainer.batch_size % group_size:  # the API would never form a batch, and would not report why
         sizes = [size for size in range(2, trainer.batch_size + 1) if trainer.batch_size % size == 0]
         nearest = min(sizes, key=lambda size: abs(size - group_size), default=None)
         hint = f"--group-size {nearest}" if nearest else "let the trainer register a larger batch"
         raise UsageError(
-            f"groups of {group_size} do not make up the trainer's batches of {trainer.batch_size} sequences",
-            hint=f"{hint}, or another batch size there: a multiple of the group size",
+            f"groups of {group_size} do not fill the trainer's batches of {trainer.batch_size} sequences",
+            hint=f"{hint}, or give the trainer a batch size that is a multiple of the group size",
         )
     name = config.task.environment.rpartition(":")[2]
     longest = trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest
@@ -155,7 +158,7 @@ def join(api: AtroposApi, config: FeedConfig) -> Membership:
 
 
 class _Feeder:
-    """An environment that has joined an API: samples its problems, scores and sends the groups."""
+    """Samples and scores the problems of an environment that has joined an API, and sends the groups."""
 
     def __init__(
         self,
@@ -171,10 +174,10 @@ class _Feeder:
         self._sampler = sampler
         self._scorer = scorer
         self._reported = set[str]()
-        """Kinds of failures that were logged."""
+        """Kinds of failures that have been logged."""
         self._counts = Counter[str]()
         self._rewards = deque[float](maxlen=joined.groups_per_batch * config.sampling.group_size)
-        """Rewards of the last batch that was sent."""
+        """Rewards of the last groups sent, up to a batch."""
         self._begun = time.monotonic()
         self._unusable = Unusable()
 
@@ -184,7 +187,7 @@ class _Feeder:
         servers: Sequence[Server],
         report: Callable[[FeedProgress], None],
     ) -> FeedProgress:
-        """Feed until the trainer has what it wants."""
+        """Feed the API until the trainer has all of its batches."""
         seeds = itertools.count(seed_of(self._config.seed, self._joined.env_id * SEEDS))
         fitting = (pair for pair in pairs if not self._is_too_long(len(pair[1]) + 1))
         room = int(self._config.max_queued_batches * self._joined.groups_per_batch)
@@ -196,12 +199,12 @@ class _Feeder:
                 if time.monotonic() - reported >= REPORT_S:
                     reported = time.monotonic()
                     report(self._progress(status))
-                # What was sent since the status counts twice rather than never: `tasks` is from before.
+                # Groups sent since the status was read count twice rather than never, because `tasks` still has them.
                 for problem, prompt in itertools.islice(fitting, max(room - status.queue_size - len(tasks), 0)):
                     tasks.add(asyncio.create_task(self._feed(servers, problem, prompt, next(seeds))))
                 await asyncio.sleep(POLL_S)
                 ended = {task for task in tasks if task.done()}
-                await asyncio.gather(*ended)  # raises what one of them raised
+                await asyncio.gather(*ended)  # raises the exception of a failed task
                 tasks -= ended
             return self._progress(status)
         finally:
@@ -210,7 +213,7 @@ class _Feeder:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _status(self, step: int) -> EnvironmentStatus:
-        """Return what waits in the API, which had formed batches up to `step` before."""
+        """Return the queue's status; raise AtroposError if the API was reset since it had formed `step` batches."""
         status = await asyncio.to_thread(self._api.environment_status, self._joined.env_id)
         if status is None or status.current_step < step:
             raise AtroposError(
@@ -222,7 +225,7 @@ class _Feeder:
     def encoded(
         self, order: Iterator[Problem], encode: Callable[[Problem], tuple[int, ...]]
     ) -> Iterator[tuple[Problem, tuple[int, ...]]]:
-        """Yield the problems with their prompts, without those whose prompt cannot be encoded."""
+        """Yield the problems with their prompts as token ids, leaving out those that cannot be encoded."""
         for problem in order:
             try:
                 prompt = encode(problem)
@@ -232,7 +235,7 @@ class _Feeder:
             yield problem, prompt
 
     def _leave_out(self, problem: Problem, error: BridgeError) -> None:
-        """Count a problem whose prompt cannot be used."""
+        """Count and log a problem with an unusable prompt."""
         fault = UnusablePrompt.of(problem, error)
         self._counts["unscored"] += 1
         if fault.kind not in self._reported:
@@ -241,7 +244,7 @@ class _Feeder:
         self._unusable.count([fault])
 
     async def _feed(self, servers: Sequence[Server], problem: Problem, prompt: tuple[int, ...], seed: int) -> None:
-        """Sample and score one group, and send it once, or leave it out."""
+        """Sample and score one group, and send it at most once."""
         sampling = self._config.sampling
         try:
             completions = await self._sampler.one(
@@ -269,14 +272,14 @@ class _Feeder:
         except AtroposError as error:
             if not isinstance(error.__cause__, httpx.TransportError):
                 raise
-            self._counts["unanswered"] += 1  # the connection broke before the answer
+            self._counts["unanswered"] += 1  # the connection was lost before the response arrived
             return
         self._counts["groups"] += 1
         self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions)
         self._rewards += rewards
 
     def _check(self, results: Sequence[Score | FailedScore]) -> None:
-        """Count the failed scores: too many of them in one batch end the run."""
+        """Count failed scores; raise RewardError if one batch has too many of them."""
         groups = self._joined.groups_per_batch
         size = self._config.sampling.group_size
         if self._counts["scored"] % groups == 0:
@@ -290,7 +293,8 @@ class _Feeder:
     def _is_too_long(self, num_tokens: int) -> bool:
         """Return whether a sequence is too long for the trainer, and count it.
 
-        A UsageError says that nothing was short enough so far.
+        Raises:
+            UsageError: many groups were too long, and none was short enough.
         """
         limit = self._joined.max_token_len
         if not 0 < limit <= num_tokens:
@@ -299,7 +303,7 @@ class _Feeder:
         if not self._counts["groups"] and self._counts["too_long"] >= MAX_TOO_LONG:
             raise UsageError(
                 f"each of the first {self._counts['too_long']} groups has a sequence of {limit} tokens or more, prompt"
-                " included, and the trainer wants none of them",
+                " included, and the trainer does not accept them",
                 hint="lower --max-new-tokens, or let the trainer register a larger max_token_len",
             )
         return True
@@ -322,9 +326,10 @@ class _Feeder:
 
 
 def endpoints(urls: Sequence[str]) -> list[Endpoint]:
-    """Return what to sample from: on each server the adapter that is trained, else the model itself.
+    """Return the endpoints to sample from: on each server the adapter in training, or otherwise the model itself.
 
-    A UsageError says that an adapter changes its name with every step.
+    Raises:
+        UsageError: the adapter's name changes with every step.
     """
     sampled = []
     for url in urls:
@@ -332,7 +337,7 @@ def endpoints(urls: Sequence[str]) -> list[Endpoint]:
             names = [model.id for model in server.models()]
         if renamed := [name for name in names if name.startswith(f"{ADAPTER}-")]:
             raise UsageError(
-                f"the adapter that is trained at {url} gets a new name with every step, now {renamed[-1]}",
+                f"the adapter in training at {url} gets a new name with every step, currently {renamed[-1]}",
                 hint="train it with --lora-handover memory, which keeps its name",
             )
         sampled.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))

@@ -1,10 +1,10 @@
-"""Scored sequences as an API passes them on, from our groups and to them, or what is wrong with them.
+"""Convert groups to and from the scored sequences of an Atropos API, and find flaws in received ones.
 
-The API only checks types.
+The API itself only checks types.
 
-The prompt of a group is what all of its sequences begin with before their first sampled token. A completion is the
-rest of a sequence, with a mask if it also holds tokens that were not sampled. The first token of a sequence is never
-trained on, even if it is marked as sampled: nothing predicts it.
+The prompt of a group is the common prefix of its sequences before their first sampled token. A completion is the rest
+of a sequence, with a mask if it also holds tokens that were not sampled. The first token of a sequence is never trained
+on, even if it is marked as sampled, because no token precedes it.
 """
 
 import math
@@ -20,19 +20,19 @@ from bridge.types import Completion, Group, Message, Problem, Unscored
 Decode = Callable[[Sequence[int]], str]
 ZERO = "set_advantage_to_zero"
 MAX_LOGPROB = 0.01
-"""Highest log-probability, in nats, that rounding explains."""
+"""Highest log-probability in nats that rounding can explain."""
 UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 KNOWN_OVERRIDES = {ZERO, WEIGHT_VERSIONS, "temperature", "group_size"}
 
 
 def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
-    """Return a usable group as training needs it."""
+    """Convert a usable group to the form that training needs."""
     flags = [_sampled(mask) for mask in group.masks]
     prefixes = []
     for tokens, own in zip(group.tokens, flags, strict=True):
         end = own.index(True) if True in own else len(tokens)
         prefixes.append(tokens[:end])
-    first, last = min(prefixes), max(prefixes)  # all begin with what these two begin with
+    first, last = min(prefixes), max(prefixes)  # in sorted order, the common prefix of these two is that of all
     pairs = enumerate(zip(first, last, strict=False))
     start = next((index for index, (low, high) in pairs if low != high), min(len(first), len(last)))
     prompt = group.tokens[0][:start]
@@ -47,7 +47,7 @@ def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
 
 
 def left_out(group: ScoredGroup, why: str) -> Group:
-    """Return an empty group that stands for one that cannot be used."""
+    """Return an empty group in place of an unusable one."""
     empty = Completion(token_ids=(), logprobs=(), text="", finish_reason="abort")
     unscored = (Unscored(completion=empty, fault=why),) * max(len(group.tokens), 1)
     return Group(problem={"prompt": ""}, prompt_token_ids=(), completions=(), rewards=(), unscored=unscored)
@@ -67,7 +67,7 @@ def _completion(group: ScoredGroup, index: int, start: int, flags: tuple[bool, .
 
 
 def _versions(group: ScoredGroup, index: int, flags: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Return the version that sampled each token, if the environment sends them."""
+    """Return the version of the weights that sampled each token; empty if the environment does not send versions."""
     runs = _override(group, index, WEIGHT_VERSIONS)
     if not runs:
         return ()
@@ -93,7 +93,7 @@ def _advantages(
 
 
 def _sampled(mask: tuple[int, ...]) -> tuple[bool, ...]:
-    """Return which tokens of a sequence can be trained on."""
+    """Return for each token of a sequence whether it can be trained on."""
     return (False, *(entry != MASKED for entry in mask[1:]))
 
 
@@ -113,7 +113,7 @@ def scored_group(
     env_id: int,
     generation_params: dict[str, Any],
 ) -> ScoredGroup:
-    """Return a group as the API accepts it; a NaN, which JSON cannot encode, would cost a whole batch."""
+    """Convert a group to the form that the API accepts, without NaN, which would cost a whole batch."""
     question = problem["prompt"]
     before: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else question
     of_prompt = (UNKNOWN_LOGPROB,) * len(prompt)
@@ -134,17 +134,17 @@ def scored_group(
 
 
 def _version_runs(completion: Completion) -> dict[str, Any]:
-    """Return which weights sampled a completion, if that is known of every token."""
+    """Return the versions that sampled a completion as overrides; empty if the version of any token is unknown."""
     runs = [[version, len(list(run))] for version, run in groupby(completion.versions)]
     return {} if any(version is None for version, _ in runs) or not runs else {WEIGHT_VERSIONS: runs}
 
 
 def flaws(group: ScoredGroup, *, longest: int, num_words: int) -> Iterator[tuple[str, str]]:
-    """Yield why a group cannot be used: the field that is wrong, and what is wrong with it, in a line.
+    """Yield each flaw that makes a group unusable, as the name of the field and a one-line description.
 
-    A sequence has at most `longest` tokens, whose ids are below `num_words`.
+    A sequence may have at most `longest` tokens, with ids below `num_words`.
 
-    The first is what counts: resumed after it, this may raise, because each check relies on those before.
+    Only use the first flaw: asking for more may raise, because each check relies on the previous ones.
     """
     num_sequences = len(group.tokens)
     if not group.tokens:
@@ -154,7 +154,7 @@ def flaws(group: ScoredGroup, *, longest: int, num_words: int) -> Iterator[tuple
         if len(values) != num_sequences and (values or name in {"masks", "scores"}):
             yield name, f"it has {num_sequences} sequences and {len(values)} {name}"
     if group.images:
-        yield "images", "its prompt has images, and only text can be trained on"
+        yield "images", "its prompt has images, but only text can be trained on"
     for index, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
         for kind, fault in chain(_of_tokens(tokens, mask, longest, num_words), _of_values(group, index)):
             yield kind, f"sequence {index + 1} of {num_sequences} has {fault}"
@@ -169,11 +169,11 @@ def _of_tokens(
         yield "length", f"{len(tokens):,} tokens, expected at most {longest:,}"
     if min(tokens) < 0 or max(tokens) >= num_words:
         odd = next(token for token in tokens if not 0 <= token < num_words)
-        yield "vocabulary", f"the token {odd}, and the model has 0 to {num_words - 1}: another tokenizer?"
+        yield "vocabulary", f"the token {odd}, expected 0 to {num_words - 1}: a different tokenizer?"
     if len(mask) != len(tokens):
         yield "masks", f"{len(tokens)} tokens and a mask of {len(mask)}"
     if any(entry not in (MASKED, token) for entry, token in zip(mask, tokens, strict=True)):
-        yield "masks", f"a mask that is neither {MASKED} nor the token at its place"
+        yield "masks", f"a mask value that is neither {MASKED} nor the token at that position"
 
 
 def _of_values(group: ScoredGroup, index: int) -> Iterator[tuple[str, str]]:
@@ -188,7 +188,7 @@ def _of_values(group: ScoredGroup, index: int) -> Iterator[tuple[str, str]]:
         used = map(_number, given if len(given) == 1 else compress(given, sampled))
         yield from (("advantages", f"the advantage {value}") for value in used if not abs(value) <= LARGEST)
     if (runs := _override(group, index, WEIGHT_VERSIONS)) is not None and not _are_runs(runs, sum(sampled)):
-        yield "overrides", f"{WEIGHT_VERSIONS} that are no [version, count] for each run of its {sum(sampled)} tokens"
+        yield "overrides", f"invalid {WEIGHT_VERSIONS}, expected [version, count] pairs for {sum(sampled)} tokens"
     if group.inference_logprobs:
         given = group.inference_logprobs[index]
         if len(given) != num_tokens:
@@ -207,7 +207,7 @@ def _are_runs(runs: Any, num_tokens: int) -> bool:
 
 
 def ignored(group: ScoredGroup, *, temperature: float) -> Iterator[str]:
-    """Yield what a usable group lacks, or has that training at `temperature` ignores, a sentence each."""
+    """Yield one sentence for each thing that a usable group lacks, or that training at `temperature` ignores."""
     if not group.inference_logprobs:
         yield (
             "an environment sends no log-probabilities: its tokens get an importance weight of one, and do not count in"
@@ -220,7 +220,7 @@ def ignored(group: ScoredGroup, *, temperature: float) -> Iterator[str]:
     for params in [group.generation_params or {}, *overrides]:
         if params.get("temperature", temperature) != temperature:
             yield (
-                f"an environment samples at temperature {params['temperature']}, and --temperature is {temperature}:"
+                f"an environment samples at temperature {params['temperature']}, but --temperature is {temperature}:"
                 " log-probabilities of different distributions are compared"
             )
         if changed := changes(params):

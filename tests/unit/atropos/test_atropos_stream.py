@@ -105,13 +105,13 @@ def test_an_api_that_keeps_the_same_settings_continues(model: Path) -> None:
     with running(model, api) as run:
         assert len(run.step()) == 1
         assert run.requests("/register") == []
-    assert "continues with a trainer of the same settings" in run.notes[0]
+    assert "already has a trainer with the same settings" in run.notes[0]
 
 
 def test_another_trainers_batch_size_is_refused_first(model: Path) -> None:
     with pytest.raises(UsageError) as caught, running(model, FakeApi(settings={**OURS, "batch_size": 64})):
         pass
-    assert caught.value.message.endswith("keeps the settings of another trainer (batch_size 64, expected 8)")
+    assert caught.value.message.endswith("keeps the settings of a different trainer (batch_size 64, expected 8)")
     assert "/reset_data" in caught.value.hint
     assert "run-api" in caught.value.hint
 
@@ -124,7 +124,7 @@ def test_another_trainers_length_is_refused_when_ours_is_known(model: Path) -> N
 
 def test_an_api_with_groups_but_no_trainer_is_refused(model: Path) -> None:
     with running(model, FakeApi(has_strays=True)) as run:
-        assert "got groups of environments before it had a trainer" in run.fails(UsageError).message
+        assert "received groups before a trainer registered" in run.fails(UsageError).message
 
 
 @pytest.mark.parametrize("was_reset", [False, True])
@@ -135,7 +135,7 @@ def test_a_restarted_or_reset_api_is_registered_with_again(model: Path, was_rese
         api.settings = None
         assert len(run.step(2)) == 1
         assert [request.body["starting_step"] for request in run.requests("/register")] == [0, 1]
-    assert "no longer knows a trainer" in run.notes[1]
+    assert "has lost its trainer's registration" in run.notes[1]
     assert len(run.notes) == 3
 
 
@@ -161,16 +161,16 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
     [
         ({"is_connected": False}, "no environment is connected", "--env.rollout_server_url http"),
         ({"is_connected": False, "num_waiting": 3}, "no environment is connected", "start one"),
-        ({}, "environments have registered, and no groups wait", "scores are all equal"),
-        ({}, "environments have registered, and no groups wait", "may poll ports 9004 to 9007 whatever"),
+        ({}, "environments have registered, but no groups are queued", "scores are all equal"),
+        ({}, "environments have registered, but no groups are queued", "may poll ports 9004 to 9007 regardless"),
         (
             {"num_waiting": 40, "largest": 3},
-            "40 groups wait, of up to 3 sequences each, and they make no batch of 8, which is not a multiple of 3",
+            "40 groups of up to 3 sequences are queued, but do not form a batch of 8, which is not a multiple of 3",
             "--batch-size 9 --group-size 3",
         ),
         (
             {"num_waiting": 1, "largest": 4},
-            "1 groups wait, of up to 4 sequences each, and they make no batch of 8",
+            "1 groups of up to 4 sequences are queued, but do not form a batch of 8",
             "min_batch_allocation",
         ),
     ],
@@ -311,7 +311,7 @@ def test_too_many_groups_with_a_fault_end_the_run(model: Path) -> None:
     with running(model, FakeApi(batches=[[bad, *[pair() for _ in range(3)]]])) as run:
         error = run.fails(RewardError)
     assert "2 of the 8 sequences" in error.message
-    assert "has the token 700, and the model has 0 to 300" in error.message
+    assert "has the token 700, expected 0 to 300" in error.message
     assert "--max-unscored-share" in error.hint
 
 
@@ -343,13 +343,13 @@ def test_unused_and_missing_fields_are_reported_once(model: Path) -> None:
         "sends no log-probabilities",
         "sends ref_logprobs",
         "sends distill_token_ids",
-        "at temperature 0.5, and --temperature is 1.0",
+        "at temperature 0.5, but --temperature is 1.0",
         "samples with top_p=0.9; ",
         "overrides color",
     ]
     assert [sum(part in line for line in run.notes) for part in parts] == [1] * len(parts)
     assert len(run.notes) == len(parts) + 1
-    assert "staleness is known only of `bridge env`" in run.notes[2]
+    assert "staleness is known only for sequences from `bridge env`" in run.notes[2]
 
 
 def test_empty_lists_count_as_absent(model: Path) -> None:

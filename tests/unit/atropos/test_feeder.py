@@ -240,7 +240,7 @@ def test_joining_waits_for_a_trainer_and_notes_it_once(model: Path) -> None:
 
 def test_group_size_that_makes_no_batch_is_refused(model: Path) -> None:
     api = FakeApi(batch_size=10)
-    with pytest.raises(UsageError, match=r"groups of 4 do not make up .* batches of 10 sequences") as caught:
+    with pytest.raises(UsageError, match=r"groups of 4 do not fill .* batches of 10 sequences") as caught:
         Fed(model, api)
     assert caught.value.hint.startswith("--group-size 5")
     assert api.registration == {}, "it never joined"

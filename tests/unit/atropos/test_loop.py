@@ -56,7 +56,7 @@ def test_an_api_that_stays_empty_ends_the_run_saved(running: Running, monkeypatc
     api = FakeApi(batches=[batch()], num_waiting=2, largest=3)
     with serving(api) as server, running() as run:
         error = run.stopped(AtroposError, atropos_url=server.url, atropos_timeout_s=0.05, **CHOICES)
-    assert "they make no batch of 16, which is not a multiple of 3" in str(error)
+    assert "but do not form a batch of 16, which is not a multiple of 3" in str(error)
     assert list(run.saved()) == ["step_1"]
 
 
