@@ -1,6 +1,6 @@
-"""Checkpoints: plain folders of weights, written atomically, with a marker that lists the size and hash of every file.
+"""Checkpoints: model folders, written atomically, with a marker file that lists the size and hash of every file.
 
-Not covered: those of one run (`bridge/run/saving.py`), and loading into live weights (`weights/model_folder.py`).
+Not covered: when a run saves them (`bridge/run/saving.py`), and loading into live weights (`weights/model_folder.py`).
 """
 
 import hashlib
@@ -25,30 +25,30 @@ from bridge.types import TrainedProblems
 from bridge.weights import model_files
 
 MARKER_NAME = model_files.CHECKPOINT_MARKER
-"""Written last: a folder with this file is a checkpoint of Bridge."""
+"""Name of the marker, which is written last: a folder with this file is a checkpoint of Bridge."""
 MAX_THREADS = 8
-"""Files that are hashed at once; each thread hashes one to two GB a second."""
+"""Maximum number of files hashed concurrently; each thread hashes one to two GB per second."""
 
 
 class Progress(Record):
     """Progress of a run at a checkpoint."""
 
     step: int
-    """Steps taken."""
+    """Number of steps taken."""
     weight_version: Version
-    """Version under which the server served these weights."""
+    """The version under which the server served these weights."""
     problems_drawn: int
-    """The weights were trained on every problem with a smaller number: a resumed run skips them."""
+    """The weights were trained on all problems with a smaller index, which a resumed run skips."""
     problems_beyond: tuple[int, ...] = ()
-    """Problems that they were trained on ahead of an earlier one; left out of the marker if there are none."""
+    """Indices of further problems that they were trained on; left out of the marker if there are none."""
     samples_drawn: int = 0
-    """Calls of `Policy.sample` in a library loop; left out of the marker if there are none."""
+    """Number of calls of `Policy.sample` in a library loop; left out of the marker if it is 0."""
     seed: int | None = None
     """Seed of the problems' order; None: the run has no problems of its own."""
     problems: str | None = None
     """Identifies the problems and their order (`bridge/run/resuming.py`)."""
     run_dir: Path
-    """The run directory, absolute."""
+    """Absolute path of the run directory."""
 
     @property
     def trained(self) -> TrainedProblems:
@@ -63,11 +63,11 @@ class SavedCheckpoint:
     progress: Progress
 
     def check_left(self, training_steps: int) -> None:
-        """Refuse to resume where no step is left."""
+        """Raise UsageError if no step is left to train."""
         if (step := self.progress.step) >= training_steps:
             raise UsageError(
-                f"{self.folder} is of step {step}, and --training-steps is {training_steps}: no step is left",
-                hint=f"--training-steps {step + training_steps}, or start another run without --resume",
+                f"{self.folder} is from step {step}, but --training-steps is {training_steps}: no step is left",
+                hint=f"--training-steps {step + training_steps}, or start a new run without --resume",
             )
 
 
@@ -79,13 +79,13 @@ class _File(Record):
 class _Marker(Record):
     progress: Progress
     files: Mapping[str, _File]
-    """Every other file, by its path in the folder."""
+    """All other files, by their paths in the folder."""
     sha256: str
-    """Checksum of the two above."""
+    """Checksum of the two fields above."""
 
 
 def save(folder: Path, write: Callable[[Path], object], progress: Progress) -> Path:
-    """Let `write` fill a new folder, move it to `folder` with its marker, and return the folder."""
+    """Let `write` fill a new folder, add the marker, move the result to `folder`, and return its path."""
     with atomic_folder.write(folder, replaceable=is_checkpoint) as scratch:
         write(scratch)
         files = _files(scratch)
@@ -96,28 +96,28 @@ def save(folder: Path, write: Callable[[Path], object], progress: Progress) -> P
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` is a checkpoint of Bridge; it may have been damaged since."""
+    """Return whether `folder` is a checkpoint of Bridge; it may be damaged."""
     return (folder / MARKER_NAME).is_file()
 
 
 def check_on_all_hosts(folder: Path, ranks: Ranks) -> None:
-    """Check that every host sees the first rank's checkpoint in `folder`; called by all ranks.
+    """Check that every host sees the same checkpoint in `folder` as the first rank; called by all ranks.
 
     Raises:
-        CheckpointError: one does not.
+        CheckpointError: a host sees a different checkpoint, or none.
     """
     hosts = ranks.all_gather_object((socket.gethostname(), fingerprint(folder)))
     for name, marker in hosts:
         if marker != hosts[0][1]:
-            fault = "has no checkpoint" if marker is None else "has another checkpoint"
+            fault = "has no checkpoint" if marker is None else "has a different checkpoint"
             raise CheckpointError(
-                f"{name} {fault} in {folder.absolute()}, and {hosts[0][0]} has the one to resume from",
-                hint="keep checkpoints in a folder that all hosts share, with --save-path",
+                f"{name} {fault} in {folder.absolute()}, but {hosts[0][0]} resumes from the checkpoint there",
+                hint="keep checkpoints in a folder that all hosts share: --save-path FOLDER",
             )
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Return the digest of a checkpoint's marker; None if it is missing or unreadable."""
+    """Return the digest of a checkpoint's marker; None if the marker is missing or unreadable."""
     try:
         return hashlib.sha256((folder / MARKER_NAME).read_bytes()).hexdigest()
     except OSError:
@@ -125,10 +125,10 @@ def fingerprint(folder: Path) -> str | None:
 
 
 def read(folder: Path) -> SavedCheckpoint:
-    """Check every byte of a checkpoint and return how far it had come.
+    """Verify every byte of a checkpoint, and return it with its progress.
 
     Raises:
-        CheckpointError: it is incomplete or damaged; the message names the first fault.
+        CheckpointError: the checkpoint is incomplete or damaged; the message names the first fault.
     """
     try:
         text = (folder / MARKER_NAME).read_bytes()
@@ -136,7 +136,7 @@ def read(folder: Path) -> SavedCheckpoint:
     except OSError as error:
         raise _damaged(folder, f"{MARKER_NAME} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise _damaged(folder, f"{MARKER_NAME} is no marker of this version of Bridge") from error
+        raise _damaged(folder, f"{MARKER_NAME} is not a valid marker for this version of Bridge") from error
     if text != _marker(marker.progress, marker.files):
         raise _damaged(folder, f"{MARKER_NAME} was changed")
     fault = next(_faults(folder, marker.files), None)
@@ -146,7 +146,7 @@ def read(folder: Path) -> SavedCheckpoint:
 
 
 def newest(save_path: Path, prefix: str) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
-    """Return the newest complete checkpoint, and a line about each newer one that is incomplete or damaged."""
+    """Return the newest complete checkpoint, and a line for each newer checkpoint that is incomplete or damaged."""
     passed_over = []
     for step, folder in sorted(numbered(save_path, prefix).items(), reverse=True):
         try:
@@ -161,31 +161,31 @@ def newest(save_path: Path, prefix: str) -> tuple[SavedCheckpoint | None, tuple[
 
 
 def numbered(save_path: Path, prefix: str) -> dict[int, Path]:
-    """Return the folders named like checkpoints, by step."""
+    """Return the folders with names of checkpoints, by step."""
     name = re.compile(rf"{re.escape(prefix)}(0|[1-9][0-9]*)")
     paths = save_path.iterdir() if save_path.is_dir() else ()
     return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
 
 
 def keep_last(folders: Sequence[Path], count: int) -> list[Path]:
-    """Remove all but the last `count` (0: keep all) and return those that remain, in order."""
+    """Remove all but the last `count` checkpoints (0: keep all), and return the remaining folders in order."""
     older = folders[:-count] if count else ()
     for folder in older:
         if is_checkpoint(folder):
-            with suppress(OSError):  # it remains, and the next save tries again
+            with suppress(OSError):  # the folder stays, and the next save tries again
                 atomic_folder.remove(folder)
     return [folder for folder in folders if folder not in older or is_checkpoint(folder)]
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return every file but the marker, by its path in the folder."""
+    """Return all files except the marker, by their paths in the folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     return {name: path for name, path in names.items() if name != MARKER_NAME}
 
 
 def _marker(progress: Progress, files: Mapping[str, _File]) -> bytes:
-    """Return the marker's exact bytes, so that comparing them finds any change."""
+    """Return the exact bytes of the marker, so that a comparison detects any change."""
     held = {name: file.model_dump() for name, file in files.items()}
     body = {"progress": progress.model_dump(mode="json", exclude_defaults=True), "files": held}
     whole = {**body, "sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}
@@ -201,26 +201,26 @@ def _checksums(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
-    """Yield what is wrong, the cheapest to find first."""
+    """Yield each fault of a checkpoint's files; cheap checks come first."""
     held = _files(folder)
     for name, file in files.items():
         num_bytes = held[name].stat().st_size if name in held else None
         if num_bytes is None:
             yield f"{name} is missing"
         elif num_bytes != file.num_bytes:
-            how = "was cut short" if num_bytes < file.num_bytes else "has grown"
+            how = "is truncated" if num_bytes < file.num_bytes else "has grown"
             yield f"{name} {how}: {num_bytes} bytes, expected {file.num_bytes}"
     extra = [name for name in held if name not in files and model_files.is_loaded(name)]  # such as code, or a template
-    yield from (f"{name} was not saved with it" for name in extra)
+    yield from (f"{name} was added after saving" for name in extra)
     try:
         for (name, file), checksum in zip(files.items(), _checksums([held[name] for name in files]), strict=True):
             if checksum != file.sha256:
-                yield f"{name} has another checksum than when it was saved"
+                yield f"{name} has changed: its checksum differs from when it was saved"
     except OSError as error:
         yield f"it cannot be read: {error}"
 
 
 def _damaged(folder: Path, fault: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {folder} is incomplete or damaged: {fault}", hint="take an older one, or save it again"
+        f"the checkpoint {folder} is incomplete or damaged: {fault}", hint="use an older checkpoint, or save it again"
     )

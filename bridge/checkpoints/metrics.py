@@ -1,4 +1,4 @@
-"""The record of each step and each evaluation; `metric_table.py` declares the names."""
+"""The records of steps and evaluations; `metric_table.py` declares the metrics in them."""
 
 import difflib
 import itertools
@@ -14,8 +14,8 @@ from bridge.checkpoints.metric_table import METRICS, Metric, is_number, number
 from bridge.errors import UsageError
 
 TEXTS = ("step", "rollouts", "device")
-"""The other keys of `metrics.jsonl`: the number of the step from 1, the digest of the step's token ids in order (steps
-with equal digests had the same rollouts), and where the trainer's memory is, `cuda` or `cpu`."""
+"""The keys of `metrics.jsonl` that are not metrics: the number of the step from 1, the digest of the step's token ids
+in order (steps with equal digests had the same rollouts), and the trainer's device type, `cuda` or `cpu`."""
 OF_EVALUATIONS = ("seconds", "num_problems", "pass_at_k")
 RECORDED = (
     "step",
@@ -24,14 +24,14 @@ RECORDED = (
 )
 """Keys of every line of `metrics.jsonl`, in order."""
 OF_A_LOSS = ("clipped_low_share", "clipped_high_share")
-"""Declared metrics that a custom loss may return."""
+"""Declared metrics that a custom loss may return, too."""
 
 
 class StepMetrics(dict[str, Any]):
-    """The record of one step, as in `metrics.jsonl`; derived metrics and recorded ones are attributes, too."""
+    """The record of one step, as in `metrics.jsonl`; recorded and derived metrics are also attributes."""
 
     _curve: ClassVar[str] = "curve"
-    """The field of a metric that names its curve."""
+    """The field of `Metric` that holds the name of the curve."""
 
     def __missing__(self, name: str) -> Any:
         if name in METRICS and (derive := METRICS[name].derive):
@@ -56,7 +56,7 @@ class StepMetrics(dict[str, Any]):
         return bool(self["fence_publish_s"] > 0)
 
     def numbers(self) -> Iterator[tuple[Metric, str, float]]:
-        """Yield each number that is recorded or derived: its metric, the item in it ("" for a plain number), value."""
+        """Yield each recorded or derived number as its metric, its item ("" for a scalar metric), and its value."""
         for metric in self.metrics():
             value = self.get(metric.name)
             if isinstance(value, list | tuple):
@@ -66,11 +66,11 @@ class StepMetrics(dict[str, Any]):
             yield from ((metric, str(item), float(part)) for item, part in pairs if is_number(part))
 
     def metrics(self) -> list[Metric]:
-        """Return the declared metrics, then the others of this record."""
+        """Return all declared metrics, followed by the undeclared ones in this record."""
         return [*METRICS.values(), *(undeclared(name) for name in self if name not in METRICS and name not in TEXTS)]
 
     def curves(self) -> dict[str, float]:
-        """Return the finite points of this record by the names of their curves."""
+        """Return the finite numbers of this record by the names of their curves."""
         return {
             curve + item: value * (metric.scale if metric.unit == "ms" else 1)
             for metric, item, value in self.numbers()
@@ -79,16 +79,16 @@ class StepMetrics(dict[str, Any]):
 
 
 class Evaluation(StepMetrics):
-    """The record of the held-out problems, sampled and scored as in training, but not trained on."""
+    """The record of one evaluation: the held-out problems, sampled and scored, but not trained on."""
 
     _curve = "held_out"
 
 
 def check_names(names: Collection[str], loss: str) -> None:
-    """Check that no metric of a custom loss has the name of another one.
+    """Check that a custom loss does not reuse the name of one of Bridge's own metrics.
 
     Raises:
-        UsageError: one has.
+        UsageError: it does.
     """
     if taken := sorted(({*names} - {*OF_A_LOSS}) & {*METRICS, *TEXTS}):
         raise UsageError(
@@ -97,7 +97,7 @@ def check_names(names: Collection[str], loss: str) -> None:
 
 
 def undeclared(name: str) -> Metric:
-    """Return the declaration of a metric that a custom loss or a library loop named."""
+    """Return a declaration for a metric that a custom loss or a library loop introduces."""
     return Metric(name=name, title=name, curve=f"loss/{name}")
 
 
@@ -106,7 +106,7 @@ class Summary:
     """The result of a run."""
 
     steps: int
-    """The last step."""
+    """Number of the last step."""
     updates: int
     """Optimizer steps taken since this process started."""
     weight_version: int
@@ -114,34 +114,34 @@ class Summary:
     checkpoint: Path
     """The last checkpoint."""
     reward_before: float | None
-    """Mean held-out reward before the first step, also of a resumed run; None without evaluation."""
+    """Mean held-out reward before the run's first step, even if the run was resumed; None without evaluation."""
     reward_after: float | None
     """Held-out reward after training."""
     rewards: tuple[float, ...]
     """Mean reward of each step."""
     logprob_diff_max: float
-    """Largest log-prob mismatch of all steps, in nats; not finite when nothing was trained on."""
+    """Largest log-prob mismatch of all steps, in nats; not finite if nothing was trained on."""
     fence_p50_ms: float
     """Median of `StepMetrics.fence_s` over the published steps, in milliseconds."""
     attach_ms: float
     """Time to attach or load all parameters, in milliseconds."""
     weight_bytes: int
-    """Bytes of weights that the trainer holds beside the server's; 0 with one copy."""
+    """Bytes of weights that the trainer holds in addition to the server's; 0 with one copy."""
 
 
 Goal = Callable[[StepMetrics], bool]
-"""Whether a step or an evaluation reaches what ends the run."""
+"""Returns whether a step or an evaluation meets the condition that ends the run."""
 CONDITION = re.compile(r"(\w+)\s*(>=|<=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", re.IGNORECASE)
 COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 
 
 def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
-    """Return when to stop: at a condition on one metric, `eval_` before those of evaluations; None: never.
+    """Parse `stop_at`, a condition on one metric, where `eval_` marks metrics of evaluations; None: never stop.
 
     `of_loss` are the metrics that a custom loss returns.
 
     Raises:
-        UsageError: it is no condition, or there is no such metric.
+        UsageError: `stop_at` is not a condition, or its metric does not exist.
     """
     if stop_at is None:
         return lambda _: False

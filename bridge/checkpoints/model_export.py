@@ -1,4 +1,4 @@
-"""Export a checkpoint as a plain model folder: an adapter is merged into its base, other weights are copied.
+"""Export a checkpoint as a model folder: an adapter is merged into its base, a full model is copied.
 
 Not covered: uploading the folder (`bridge/core/hub.py`).
 """
@@ -27,25 +27,25 @@ from bridge.weights import loaded, model_files, model_folder
 from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, headers, refuse_misfits
 
 BASE_KEY = "base_model_name_or_path"
-NAME_BASE = "name the base that it was trained on with --model"
+NAME_BASE = "name the base model that it was trained on: --model BASE"
 OLDER_WEIGHTS = "adapter_model.bin"
 WARN_ABOVE = 0.1
-"""Relative error of what an adapter adds above which an export is called another model."""
+"""Relative error of an adapter's change of the weights above which the rounding of an export counts as large."""
 NOT_SERVED = ("lora_bias", "use_dora", "modules_to_save", "alora_invocation_tokens", "layer_replication")
 VLLM_RANK = 16
-"""vLLM's default of --max-lora-rank."""
+"""vLLM's default for --max-lora-rank."""
 ExportDtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Loss of an adapter's change of the weights by the dtype of the files."""
+    """How much of an adapter's change of the weights is lost by rounding to the dtype of the files."""
 
     dtype: str
     relative_error: float
-    """Norm of the error over the norm of the change, over all weights."""
+    """Norm of the rounding error over the norm of the change, over all weights."""
     cosine: float
-    """Cosine of the change in the files and the adapter's change."""
+    """Cosine similarity of the rounded change and the adapter's exact change."""
 
     @property
     def is_large(self) -> bool:
@@ -54,28 +54,29 @@ class Rounding:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A folder that was written."""
+    """The result of an export."""
 
     folder: Path
     rounding: Rounding | None = None
-    """None: nothing was merged, or what was merged changes nothing."""
+    """None if no adapter was merged, or if the adapter does not change any weight."""
     is_base: bool = False
-    """Whether an adapter was merged that changes nothing: it was never trained, or its alpha is 0."""
+    """Whether the merged adapter does not change any weight, because it was never trained or its alpha is 0."""
     as_adapter: str = ""
-    """Command that uses the adapter without merging, which loses nothing."""
+    """How to use the adapter without merging it, which avoids the rounding."""
     missing: Sequence[str] = ()
     """Files of the source that could not be copied."""
 
 
 def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDtype | None = None) -> Exported:
-    """Write the model in `source` with all that lies beside its weights to `out` atomically.
+    """Write the model in `source`, including its tokenizer and other files, to `out` atomically.
 
-    `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base that an adapter names,
-    and `dtype` the base's own. Only an earlier export without added files is replaced.
+    `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base model named by an
+    adapter, and `dtype` the base model's own dtype. An existing `out` is replaced only if it is an earlier export
+    without additional files.
 
     Raises:
-        UsageError: `source` is damaged or holds no model, `base` does not fit it, an adapter cannot be merged whole, or
-            `out` cannot be written.
+        UsageError: `source` is damaged or does not hold a model, `base` does not fit, an adapter cannot be merged
+            completely, or `out` cannot be written.
     """
     is_adapter = holds_adapter(source, base=base, dtype=dtype)
     if checkpoint.is_checkpoint(source):
@@ -104,31 +105,31 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
 
 
 def holds_adapter(source: Path, *, base: str | None, dtype: ExportDtype | None = None) -> bool:
-    """Return whether `source` holds an adapter, and not a whole model.
+    """Return whether `source` holds an adapter rather than a full model.
 
     Raises:
-        UsageError: it holds neither, or a whole model although `base` or `dtype` was named.
+        UsageError: it holds neither, or it holds a full model although `base` or `dtype` was given.
     """
     if (source / ADAPTER_CONFIG).is_file():
         return True
-    has_weights = any(source.glob("*.safetensors*"))  # a run directory has a config.json as well: its choices
+    has_weights = any(source.glob("*.safetensors*"))  # a run directory has a config.json, too, with the run's choices
     if not has_weights or not (source / CONFIG_NAME).is_file():
         message = (
             f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
         )
         raise UsageError(message, hint=_did_you_mean(source) or "name a checkpoint, such as SAVE_PATH/step_N")
     if base is not None:
-        raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", hint="leave --model out")
+        raise UsageError(f"--model {base}: {source} holds a full model, expected an adapter", hint="leave --model out")
     if dtype is not None:
         raise UsageError(
-            f"--dtype {dtype}: {source} holds no adapter, but a whole model, which is copied in its own dtype",
+            f"--dtype {dtype}: {source} holds a full model, which is copied in its own dtype, expected an adapter",
             hint="leave --dtype out",
         )
     return False
 
 
 def _did_you_mean(source: Path) -> str:
-    """Suggest the newest checkpoint below `source`, or else a folder beside it with a similar name."""
+    """Suggest the newest checkpoint below `source`, or otherwise a folder next to it with a similar name."""
     below = [*source.glob("*_[0-9]*"), *source.glob("*/*_[0-9]*")]
     if steps := [folder for folder in below if checkpoint.is_checkpoint(folder)]:
         newest = max(steps, key=lambda folder: int(folder.name.rpartition("_")[2]))
@@ -148,18 +149,18 @@ def _base_of(source: Path) -> str:
     path = source / ADAPTER_CONFIG
     try:
         base = json_lines.parsed(path.read_text()).get(BASE_KEY)
-    except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: the file does not hold an object
         raise UsageError(f"{path} cannot be read: {error}", hint="name a complete adapter") from error
     if not isinstance(base, str) or not base:
-        raise UsageError(f"{path} names no base", hint=NAME_BASE)
+        raise UsageError(f"{path} does not name a base model", hint=NAME_BASE)
     return base
 
 
 def _settings(source: Path) -> Any:
-    """Return PEFT's settings of an adapter, if it can become part of a model's weights.
+    """Return PEFT's settings of an adapter that can be merged into a model's weights.
 
     Raises:
-        UsageError: the settings cannot be read, or the adapter cannot be merged whole.
+        UsageError: the settings cannot be read, or the adapter cannot be merged completely.
     """
     try:
         settings: Any = PeftConfig.from_pretrained(str(source))
@@ -170,11 +171,11 @@ def _settings(source: Path) -> Any:
     kind = str(getattr(settings.peft_type, "value", settings.peft_type))
     why = ""
     if settings.is_prompt_learning or settings.is_adaption_prompt:
-        why = f"is a {kind}, which changes a model's input and not its weights"
+        why = f"is a {kind}, which changes a model's input rather than its weights"
     elif getattr(settings, "alora_invocation_tokens", None):
-        why = "is an activated LoRA (alora_invocation_tokens), which applies behind its own tokens alone"
+        why = "is an activated LoRA (alora_invocation_tokens), which applies only after its own tokens"
     elif getattr(settings, "layer_replication", None):
-        why = "repeats layers of its base (layer_replication), whose weights the files of a model hold once"
+        why = "repeats layers of its base (layer_replication), but a model's files hold the weights of each only once"
     if why:
         raise UsageError(f"the adapter {source} {why}: it cannot be merged", hint=_serve(source, settings))
     if not (source / ADAPTER_WEIGHTS).is_file():
@@ -189,11 +190,11 @@ def _settings(source: Path) -> Any:
 
 
 def _serve(source: Path, settings: Any) -> str:
-    """Return how to use an adapter as it is: vLLM takes plain LoRA alone."""
+    """Return how to use an adapter without merging it: vLLM serves only plain LoRA, PEFT loads the rest."""
     if not isinstance(settings, LoraConfig) or any(getattr(settings, name, None) for name in NOT_SERVED):
         return f"load it with PEFT: PeftModel.from_pretrained(base, {str(source)!r})"
     ranks = [rank for rank in (settings.r, *(settings.rank_pattern or {}).values()) if isinstance(rank, int)]
-    slots = 1 << (max(ranks, default=1) - 1).bit_length()  # vLLM takes powers of two
+    slots = 1 << (max(ranks, default=1) - 1).bit_length()  # vLLM supports powers of two
     flag = f" --max-lora-rank {slots}" if slots > VLLM_RANK else ""
     base = shlex.quote(settings.base_model_name_or_path or "BASE")
     return (
@@ -206,9 +207,9 @@ def _shortened(error: BaseException) -> str:
 
 
 def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrainedModel, Rounding | None]:
-    """Return `base` in `dtype`, or its own, with the adapter added to its weights, and what rounding loses of it.
+    """Return the base model with the adapter merged into its weights, in `dtype` or its own, and the rounding loss.
 
-    Each sum is computed in float32, W + alpha / r B A, and rounded once.
+    Each sum W + alpha / r B A is computed in float32, and rounded once.
 
     Source: LoRA, arXiv 2106.09685; `merge_and_unload` of PEFT.
     """
@@ -226,19 +227,19 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
         raise UsageError(
-            f"the adapter {source} changes the head or the embedding of {base}, which are one tensor: merged, it would"
-            " change both",
+            f"the adapter {source} changes the head or the embedding of {base}, which share one tensor: merging it"
+            " would change both",
             hint=_serve(source, settings),
         )
     if biased := [name for name, layer in _layers(adapted) if _lacks_a_bias(layer)]:
         raise UsageError(
-            f"the adapter {source} has biases (lora_bias) for {len(biased)} layers that have none in {base}, the first:"
+            f"the adapter {source} has biases (lora_bias) for {len(biased)} layers without a bias in {base}, the first:"
             f" {biased[0].removeprefix('base_model.model.')}",
             hint=_serve(source, settings),
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a layer is merged already
+            warnings.simplefilter("ignore")  # PEFT warns that layers are already merged
             rounding = _merge_layers(adapted)
             merged: PreTrainedModel = adapted.merge_and_unload()
     except Exception as error:
@@ -252,7 +253,7 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
 def _refuse_quantized(base: str) -> None:
     try:
         quantized = getattr(AutoConfig.from_pretrained(base, trust_remote_code=False), "quantization_config", None)
-    except Exception:  # noqa: BLE001 - loading the model says what it is
+    except Exception:  # noqa: BLE001 - loading the model raises the error with its reason
         return
     if quantized:
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
@@ -263,13 +264,13 @@ def _refuse_quantized(base: str) -> None:
 
 
 def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) -> None:
-    """Refuse an adapter with more or other tensors than the model takes: PEFT would leave them out silently.
+    """Refuse an adapter with tensors that do not fit the model: PEFT would drop them silently.
 
-    With an adapter on the embedding or the head PEFT also saves the whole tensor below it, and loads it.
+    With an adapter on the embedding or the head, PEFT also saves and loads the full base tensor, which is accepted.
     """
     held = {name: torch.empty(part.shape, device="meta") for name, part in headers(source / ADAPTER_WEIGHTS).items()}
     settings = adapted.peft_config[adapted.active_adapter]
-    stacked = convert_peft_adapter_state_dict_for_transformers(model, settings, held)  # those of experts
+    stacked = convert_peft_adapter_state_dict_for_transformers(model, settings, held)  # stacks the experts
     shapes = {name: tuple(tensor.shape) for name, tensor in stacked.items()}
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -280,7 +281,7 @@ def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) ->
 
 
 def _adds_only(source: Path) -> bool:
-    """Return whether an adapter holds only matrices of LoRA, and no weights that take the place of the base's."""
+    """Return whether an adapter holds only LoRA matrices, and no weights that replace the base's."""
     return all(".lora_" in name for name in headers(source / ADAPTER_WEIGHTS))
 
 
@@ -289,12 +290,12 @@ def _layers(adapted: Any) -> list[tuple[str, Any]]:
 
 
 def _lacks_a_bias(layer: Any) -> bool:
-    """Return whether a layer's adapter has a bias, and the layer has none to add it to."""
+    """Return whether a layer's adapter has a bias, but the base layer has no bias to add it to."""
     return any(getattr(layer, "lora_bias", {}).values()) and getattr(layer.get_base_layer(), "bias", None) is None
 
 
 def _merge_layers(adapted: Any) -> Rounding | None:
-    """Merge each layer in float32, round it to its own dtype, and return what that lost of all changes."""
+    """Merge each layer in float32, round it to its own dtype, and return the rounding loss over all layers."""
     wanted_sum = lost_sum = held_sum = common_sum = 0.0
     dtype = torch.float32
     with torch.no_grad():

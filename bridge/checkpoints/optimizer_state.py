@@ -1,8 +1,9 @@
-"""Save and load what a run needs besides its weights to resume: the state of the optimizer and of torch's RNGs.
+"""Save and load the state of the optimizer and of torch's RNGs, which a run needs to resume in addition to its weights.
 
-Both are in a folder of their own: vLLM loads every safetensors file beside the weights of a small model. Optimizers of
-Bridge are saved by the names of their parameters, as a single process has them: tensor-parallel ranks put their parts
-together to write them, and cut them again to read them. Any other torch optimizer is saved in its own order.
+Both are stored in a separate folder, because vLLM loads every safetensors file next to the weights of a small model.
+The state of Bridge's optimizers is saved by parameter name, in the form that a single process has: tensor-parallel
+ranks join their parts to write it, and split it to read it. The state of any other torch optimizer is saved in the
+order of its parameters.
 
 Not covered: hyperparameters, which come from the configuration, and the order of the problems
 (`bridge/rollouts/problems.py`).
@@ -30,22 +31,22 @@ from bridge.weights.stored_tensors import describe, headers, refuse_misfits, wri
 FOLDER = "optimizer"
 STATE_NAME = "state.json"
 POSITIONS = "by_position.pt"
-"""The state of an optimizer that is not Bridge's, in its order: for each parameter its name and shape, its state, and
-the keys of what lies on the parameter's device."""
+"""File with the state of an optimizer that is not Bridge's, in the order of its parameters: for each parameter its name
+and shape, its state, and the keys of the tensors on the parameter's device."""
 
 
 class _State(Record):
     flags: str = "--optimizer adamw --no-offload-optimizer"
-    """The flags of an optimizer with this kind of state; absent: written before there was another one."""
+    """The flags that select an optimizer with this kind of state; the default applies to files without this field."""
     steps: dict[str, int]
-    """Every trained parameter -> its number of updates; 0: it has no state yet."""
+    """Name of each trained parameter -> its number of updates; 0 means that it has no state yet."""
     cpu_random: str
-    """Random state of the CPU, base64."""
+    """RNG state of the CPU, in base64."""
     cuda_random: tuple[str, ...]
-    """Random states of the GPUs that the process saw, in its order."""
+    """RNG states of the GPUs visible to the process, in order."""
 
     def is_usable(self) -> bool:
-        """Return whether torch would take the random states, and the rest could have been written by `write`."""
+        """Return whether torch accepts the RNG states, and the other fields have valid values."""
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         devices = ["cpu", *(f"cuda:{index}" for index in range(num_gpus))]
         try:
@@ -57,9 +58,9 @@ class _State(Record):
 
 
 def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState") -> None:
-    """Write the state of the `trained` parameters and the random state into the existing `folder`.
+    """Write the optimizer state of the `trained` parameters and the RNG state into the existing `folder`.
 
-    Several ranks call this together: each has a part of the state. Only one of them has a `folder`.
+    All ranks that hold a part of the state call this together. Only one of them passes a `folder`.
     """
     steps = {name: optimizer.num_updates(parameter) for name, parameter in trained.items()}
     tensors = _named_tensors(steps, trained, optimizer.parts)
@@ -68,23 +69,23 @@ def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: "
             _write_state(folder, optimizer.flags, steps)
             write_shards(folder / FOLDER, "optimizer", tensors, _on_host)
     finally:
-        for _ in tensors:  # the other ranks wait until all of it was read, even if the disk is full
+        for _ in tensors:  # the other ranks wait until all tensors are consumed, even if the disk is full
             pass
 
 
 def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState") -> None:
-    """Load what `write` wrote; the hyperparameters stay the optimizer's own. Raises as `checked` does."""
+    """Load what `write` wrote; the optimizer keeps its own hyperparameters. Raises the errors of `checked`."""
     checked(folder, trained, optimizer)()
 
 
 def checked(
     folder: Path, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState"
 ) -> Callable[[], None]:
-    """Check what `write` wrote, and return what loads it.
+    """Check what `write` wrote, and return a function that loads it.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state, a damaged one, or one of another kind of optimizer.
-        UsageError: it is of other parameters; nothing was loaded.
+        CheckpointError: the optimizer state is missing or damaged, or belongs to a different kind of optimizer.
+        UsageError: it belongs to different parameters; nothing was loaded.
     """
     state = _read_state(folder, optimizer.flags)
     path = folder / FOLDER
@@ -98,7 +99,7 @@ def checked(
         optimizer.reset({trained[name]: step for name, step in state.steps.items()})
         for name in files:
             with safe_open(name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  no mapping
+                for key in file.keys():  # noqa: SIM118  `file` is not a mapping
                     parameter, _, part = key.rpartition(".")
                     optimizer.put(trained[parameter], {part: file.get_tensor(key)})
         _set_random(state)
@@ -107,7 +108,11 @@ def checked(
 
 
 def write_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the state of an optimizer that is not Bridge's into the existing `folder`; UsageError if torch cannot."""
+    """Write the state of an optimizer that is not Bridge's into the existing `folder`.
+
+    Raises:
+        UsageError: the state holds values that cannot be saved.
+    """
     states = [
         (described, *_state_of(parameter, optimizer))
         for described, parameter in zip(_described(model, optimizer), parameters(optimizer), strict=True)
@@ -116,20 +121,20 @@ def write_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         if not (value is None or isinstance(value, Tensor | int | float | str)):
             raise UsageError(
                 f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, expected a tensor or a number",
-                hint="save that optimizer yourself, and policy.save(step=STEP) without it",
+                hint="save this optimizer's state yourself, and call policy.save(step=STEP) without the optimizer",
             )
     _write_state(folder, _kind(optimizer), {})
     torch.save(states, folder / FOLDER / POSITIONS)
 
 
 def checked_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Check what `write_foreign` wrote, and return what loads it; raises as `checked` does."""
+    """Check what `write_foreign` wrote, and return a function that loads it; raises the errors of `checked`."""
     path = folder / FOLDER / POSITIONS
     states = _by_position(path) if path.is_file() else []
     if path.is_file() and [which for which, _, _ in states] != [*_described(model, optimizer)]:
         raise CheckpointError(
-            f"{path} has other parameters than {type(optimizer).__name__}, or another order",
-            hint="make the optimizer as before",
+            f"the parameters in {path} differ from those of {type(optimizer).__name__}, or are in a different order",
+            hint="create the optimizer with the same parameters, in the same order as before",
         )
     state = _read_state(folder, _kind(optimizer))
 
@@ -144,10 +149,10 @@ def checked_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _by_position(path: Path) -> list[tuple[Any, dict[str, Any], list[str]]]:
-    """Return what `write_foreign` wrote; CheckpointError if it is anything else. Nothing in the file is run."""
+    """Read what `write_foreign` wrote, without running code from the file; CheckpointError if it is anything else."""
     try:
         states = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # whatever the bytes are
+    except Exception as error:  # the file may hold any bytes
         raise _damaged(path) from error
     num_bytes = path.stat().st_size
     entries: list[Any] = states if isinstance(states, list) else [None]
@@ -168,11 +173,11 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class WholeState:
-    """The state of an optimizer of tensor-parallel parts, read and written like a single process's.
+    """The optimizer state of tensor-parallel parts, read and written in the form that a single process has.
 
-    Moments as codes have a scale for each block, and a part has other blocks than the whole parameter. So they are
-    decoded, and coded again to nearest: exactly, where the part's blocks are blocks of the whole. Every part of every
-    replica calls `parts` together.
+    Quantized moments have one scale per block, and the blocks of a part differ from those of the full parameter. So
+    they are decoded, and quantized again with rounding to nearest. This is exact where the blocks of the part are also
+    blocks of the full parameter. All ranks of all replicas call `parts` together.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, trained: Mapping[str, nn.Parameter], parts: Parts) -> None:
@@ -183,7 +188,7 @@ class WholeState:
         moments = optimizer.kind.moments
         self.codes = moments if isinstance(moments, QuantizedMoments) else None
         self._pending: dict[Tensor, dict[str, Tensor]] = {}
-        """Codes of parameters whose other codes are still to come."""
+        """Quantized values of parameters for which some have not been read yet."""
 
     def num_updates(self, parameter: Tensor) -> int:
         return self._optimizer.num_updates(parameter)
@@ -192,7 +197,7 @@ class WholeState:
         self._optimizer.reset(num_updates)
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of the whole parameter in its stored form."""
+        """Return the state of the full parameter in its stored form."""
         name = self._names[parameter]
         own = self._optimizer.parts(parameter)
         if self.codes is None:
@@ -202,7 +207,7 @@ class WholeState:
         return {key: self._parts.whole(name, part) for key, part in own.items() if key not in codes} | codes
 
     def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Copy this part's share of a whole parameter's state into the optimizer's."""
+        """Copy this rank's part of a full parameter's state into the optimizer."""
         cut = self._parts.own[self._names[parameter]]
         codes = () if self.codes is None else self.codes.parts
         plain = {key: cut.of(part) for key, part in parts.items() if key not in codes}
@@ -228,14 +233,14 @@ def _write_state(folder: Path, flags: str, steps: dict[str, int]) -> None:
 
 
 def _read_state(folder: Path, flags: str) -> _State:
-    """Return the state that an optimizer with these flags wrote; CheckpointError if there is none."""
+    """Return the saved state; CheckpointError if it is missing, damaged, or from an optimizer with different flags."""
     path = folder / FOLDER
     try:
         state = _State.model_validate_json((path / STATE_NAME).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder} holds no optimizer state to resume from: it was saved with --no-save-optimizer",
-            hint=f"serve it as a model and train that with --model-name {folder}, or take another checkpoint",
+            hint=f"serve it as a model and train that with --model-name {folder}, or use a different checkpoint",
         ) from error
     except (OSError, ValidationError) as error:
         raise _damaged(path / STATE_NAME) from error
@@ -243,26 +248,26 @@ def _read_state(folder: Path, flags: str) -> _State:
         raise _damaged(path / STATE_NAME)
     if state.flags != flags:
         raise CheckpointError(
-            f"{path} was written with {state.flags}, and this run has {flags}: the states differ in kind",
+            f"{path} was written with {state.flags}, but this run has {flags}: their states are incompatible",
             hint=f"resume with {state.flags}",
         )
     return state
 
 
 def _damaged(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be used: it is damaged", hint="take another checkpoint")
+    return CheckpointError(f"{path} cannot be used: it is damaged", hint="use a different checkpoint")
 
 
 def _named_tensors(
     steps: Mapping[str, int], trained: Mapping[str, nn.Parameter], parts: Callable[[Tensor], Mapping[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of every parameter that had an update, by their names in the files."""
+    """Yield the state tensors of each parameter that has been updated, with their names in the files."""
     for name in (name for name in trained if steps[name]):
         yield from ((f"{name}.{part}", tensor) for part, tensor in parts(trained[name]).items())
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True)  # no two in one memory
+    return tensor.to("cpu", copy=True)  # safetensors refuses tensors that share memory
 
 
 def _decoded(moments: QuantizedMoments, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -278,7 +283,7 @@ def _decoded(moments: QuantizedMoments, parts: Mapping[str, Tensor], shape: torc
 
 
 def _coded(moments: QuantizedMoments, first: Tensor, second: Tensor) -> dict[str, Tensor]:
-    """Return both moments in the form in which an optimizer returns a parameter's parts."""
+    """Quantize both moments; the result has the form of an optimizer's `parts`."""
     num_rows = -(-first.numel() // moments.block)
     blocks = [
         functional.pad(moment.reshape(-1), (0, num_rows * moments.block - moment.numel())).view(num_rows, moments.block)
@@ -297,19 +302,19 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _described(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and the shape of each parameter of an optimizer; an empty name if the model does not have it."""
+    """Yield the name and shape of each parameter of an optimizer; the name is empty if the model does not have it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return ((names.get(id(parameter), ""), [*parameter.shape]) for parameter in parameters(optimizer))
 
 
 def _state_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Return the state of a parameter, and the keys of what lies on the parameter's device.
+    """Return the state of a parameter, and the keys of the tensors on the parameter's device.
 
-    torch keeps a count of steps on the CPU, unless the optimizer is fused or capturable.
+    torch keeps step counts on the CPU, unless the optimizer is fused or capturable.
     """
     state = dict(optimizer.state.get(parameter, {}))
     on_device = [key for key, value in state.items() if isinstance(value, Tensor) and value.device == parameter.device]
-    if parameter.device.type == "cpu":  # where a count is in either case
+    if parameter.device.type == "cpu":  # where step counts are in both cases
         on_device = [key for key in on_device if state[key].shape == parameter.shape]
     return state, on_device
 

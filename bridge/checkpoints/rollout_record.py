@@ -1,6 +1,6 @@
 """A line of `rollouts.jsonl`: the problem, the completions and the rewards of one group, without its token ids.
 
-Every value is bounded; where one was cut, it has a note. docs/looking.md documents the fields.
+The length of every value is bounded; a truncated value has a note. docs/looking.md documents the fields.
 """
 
 import json
@@ -12,15 +12,15 @@ from bridge.core import json_lines
 from bridge.types import Completion, Group
 
 LONGEST_TEXT = 100_000
-"""Characters of a text."""
+"""Maximum length of a text in characters."""
 LONGEST_COLUMN = 2_000
-"""Characters of a column of the problem, as JSON."""
+"""Maximum length of a problem's column as JSON, in characters."""
 BESIDE_COLUMNS = ("prompt", "answer")
-"""Keys of a problem that may be as long as a text."""
+"""Keys of a problem with the same limit as texts."""
 
 
 def record(step: int, group: Group, version: int | None) -> dict[str, Any]:
-    """Return a group of `step`, which was trained with the weights of this version; None: unknown."""
+    """Return the record of a group of `step`; `version` is that of the weights before the update, None if unknown."""
     return {
         "step": step,
         "number": group.number,
@@ -31,7 +31,7 @@ def record(step: int, group: Group, version: int | None) -> dict[str, Any]:
 
 
 def cut(value: Any, longest: int) -> Any:
-    """Return a JSON value with every long text in it cut in the middle, because answers are at the end."""
+    """Return a JSON value with the middle of every long text left out, because answers tend to be at the end."""
     if isinstance(value, str) and len(value) > longest:
         end = longest // 3
         return f"{value[: longest - end]}\n[… {len(value) - longest:,} characters left out …]\n{value[-end:]}"
@@ -41,7 +41,7 @@ def cut(value: Any, longest: int) -> Any:
 
 
 def _column(name: str, value: Any) -> Any:
-    """Return a value of the problem if it is small as JSON, else the start of its text."""
+    """Return a problem's value if its JSON is short, otherwise the beginning of the JSON."""
     longest = LONGEST_TEXT if name in BESIDE_COLUMNS else LONGEST_COLUMN
     if isinstance(value, str):
         return cut(value, longest)
@@ -54,7 +54,7 @@ def _column(name: str, value: Any) -> Any:
             if size > longest:
                 return f"{''.join(pieces)[:longest]} [… the rest is left out …]"
         return json_lines.plain(value)
-    except Exception as error:  # noqa: BLE001  it comes from the environment, and its `repr` may raise anything
+    except Exception as error:  # noqa: BLE001  the value is the environment's, and its `repr` may raise anything
         return f"(a {type(value).__name__} that cannot be written: {type(error).__name__})"
 
 
@@ -76,7 +76,7 @@ def _scored(group: Group, index: int, version: int | None) -> dict[str, Any]:
 
 
 def _texts(completion: Completion, rewards: Sequence[float]) -> dict[str, Any]:
-    """Return the text of a completion; with tools or an agent that of its last turn, and every turn."""
+    """Return the text of a completion; with tools or an agent, the text of the last turn, and all turns."""
     turns = cut(json_lines.plain(list(_turns(completion, rewards))), LONGEST_TEXT)
     if not turns:
         return {"text": cut(completion.text, LONGEST_TEXT)}
@@ -85,7 +85,7 @@ def _texts(completion: Completion, rewards: Sequence[float]) -> dict[str, Any]:
 
 
 def _turns(completion: Completion, rewards: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of each sequence; of those that it shares with the sequence before, only their number."""
+    """Yield the messages of each sequence; those shared with the previous sequence are replaced by their number."""
     before: Sequence[Mapping[str, Any]] = ()
     left = iter(rewards)
     for number, sequence in enumerate(completion.sequences):
@@ -100,7 +100,7 @@ def _turns(completion: Completion, rewards: Sequence[float]) -> Iterator[dict[st
 
 
 def _num_shared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many messages both transcripts begin with, up to the first that was sampled in the second."""
+    """Return the number of messages that both transcripts begin with, before the first one sampled in `after`."""
     count = 0
     for earlier, later in zip(before, after, strict=False):
         if "tokens" in later or {**earlier, "tokens": 0} != {**later, "tokens": 0}:
@@ -110,7 +110,7 @@ def _num_shared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
 
 
 def _versions(completion: Completion) -> list[int]:
-    """Return the versions of the weights that sampled it, the oldest first; empty if one is unknown."""
+    """Return the versions of the weights that sampled a completion, oldest first; empty if any is unknown."""
     versions: set[int] = set()
     for sequence in completion.sequences:
         sampled = repeat(True) if sequence.sampled is None else sequence.sampled
@@ -122,7 +122,7 @@ def _versions(completion: Completion) -> list[int]:
 
 
 def _shown(versions: Sequence[int]) -> int | str | None:
-    """Return the only version, a range such as "3-4" if there are several, or None if one is unknown."""
+    """Return the version, a range such as "3-4" if there are several, or None for unknown versions."""
     if not versions:
         return None
     return versions[0] if len(versions) == 1 else f"{versions[0]}-{versions[-1]}"

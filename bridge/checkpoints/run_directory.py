@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 RUNS = Path("runs")
 REPORT = "report.html"
 LONGEST_EVENT = 10_000
-"""Characters of a line of `events.log`."""
+"""Maximum length of a line in `events.log`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Entry:
 
     name: str
     checked_apart: bool = False
-    """It is recognized by its content, and never replaces anything else."""
+    """Whether its own code recognizes it by its content, and never overwrites anything else."""
 
     def __get__(self, run: "RunDirectory", _: type["RunDirectory"]) -> Path:
         return run.path / self.name
@@ -49,42 +49,42 @@ class RunDirectory:
 
     path: Path
     made: tuple[Path, ...] = ()
-    """The folders that were made for it, innermost first."""
+    """The folders that were created for the run, innermost first."""
     is_writer: bool = True
-    """False on every rank but the first: it writes nothing."""
+    """Whether this process may write; only the first rank may."""
 
     config = _Entry("config.json")
-    """The choices, and what was derived from them."""
+    """The run's choices, and the values derived from them."""
     server_config = _Entry("serve.json")
     """The server's choices, if the run started the server."""
     starts = _Entry("starts.jsonl")
-    """Versions, commit, device and command of each start of the run, one JSON object a line."""
+    """Versions, commit, device and command of each start of the run, one JSON object per line."""
     metrics = _Entry("metrics.jsonl")
-    """The steps, one JSON object a line."""
+    """The metrics of each step, one JSON object per line."""
     rollouts = _Entry("rollouts.jsonl")
-    """The completions, one JSON object a line for each group."""
+    """The completions of each group, one JSON object per line."""
     evaluations = _Entry("evaluations.jsonl")
-    """The evaluations on held-out problems, one JSON object a line."""
+    """The evaluations on held-out problems, one JSON object per line."""
     summary = _Entry("summary.json")
     """The result of the whole run."""
     events = _Entry("events.log")
-    """Events between the steps, one line each."""
+    """The run's log messages, one per line."""
     server_log = _Entry("serve.log")
     """The server's output, if the run started the server."""
     ranks = _Entry("ranks")
-    """Folder with the output of each rank but the first, and of its server."""
+    """Folder with the output of each rank except the first, and of its server."""
     manifest = _Entry(MANIFEST_NAME, checked_apart=True)
     """The server's manifest, if the run started the server and no other path was given."""
     served = _Entry("served")
-    """Folder of the versions that a server loads between two checkpoints."""
+    """Folder with versions of the weights for a server to load between checkpoints."""
     checkpoints = _Entry("checkpoints", checked_apart=True)
-    """Folder of the checkpoints, unless `--save-path` names another."""
+    """Folder with the checkpoints, unless `--save-path` names a different one."""
     report = _Entry(REPORT, checked_apart=True)
     """The page that `bridge report` writes."""
     tensorboard = _Entry("tensorboard")
-    """Folder that TensorBoard reads."""
+    """Folder with TensorBoard's files."""
     wandb = _Entry("wandb")
-    """Folder that Weights & Biases writes."""
+    """Folder with the files of Weights & Biases."""
     wandb_id = _Entry("wandb_id")
     """The run's id at Weights & Biases."""
 
@@ -96,18 +96,18 @@ class RunDirectory:
         environment: str,
         kind: folder_mark.Kind = "run",
     ) -> "RunDirectory":
-        """Make the folder `given`, or a new one under `runs/` named by the time and `environment`.
+        """Create the folder `given`, or a new one under `runs/` named after the time and the `environment`.
 
         Raises:
-            UsageError: `given` holds another run or foreign files, is in use, is a file, or cannot be made.
+            UsageError: `given` already holds a run or foreign files, is in use, is a file, or cannot be created.
         """
         path = given or _unused(environment)
         run = cls(path, folder_claim.make(path, what="run directory", flag="--run-dir"))
         if run.metrics.exists():
             resume = f", or resume that run: --resume --save-path {shlex.quote(str(run.save_path))}"
             raise UsageError(
-                f"{path} holds another run: {run.metrics.name}",
-                hint="name another with --run-dir" + (resume if run.save_path else ""),
+                f"{path} already holds a run: it has {run.metrics.name}",
+                hint="name a new folder with --run-dir" + (resume if run.save_path else ""),
             )
         taken = run.names - {entry.name for entry in _entries() if entry.checked_apart}
         folder_mark.refuse_foreign(path, taken, flag="--run-dir")
@@ -116,10 +116,10 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path, step: int, *, kind: folder_mark.Kind = "run") -> "RunDirectory":
-        """Return the directory of a run that resumes after `step`; lines of later steps are moved aside.
+        """Open the directory of a run that resumes after `step`; lines of later steps are moved to separate files.
 
         Raises:
-            UsageError: another process uses it, or the disk refuses.
+            UsageError: another process uses the directory, or it cannot be written.
         """
         run = cls(path, folder_claim.make(path, what="run directory", flag="--run-dir"))
         folder_mark.put(path, kind)
@@ -129,7 +129,8 @@ class RunDirectory:
         if step > 0 and step != last:
             with run.recording():
                 logger.info(
-                    f"{run.metrics} has no line of step {step}: the run was killed before that, or began elsewhere"
+                    f"{run.metrics} has no line for step {step}: the run was killed before writing it, or began"
+                    " in a different directory"
                 )
         return run
 
@@ -146,7 +147,7 @@ class RunDirectory:
 
     @classmethod
     def join(cls, path: Path) -> "RunDirectory":
-        """Open the directory of a run whose rank 0 has claimed it and writes it.
+        """Open a run directory for a rank other than 0, which has claimed the directory and writes it.
 
         Raises:
             UsageError: no process has claimed it.
@@ -160,12 +161,12 @@ class RunDirectory:
 
     @property
     def lost_metrics(self) -> Path:
-        """The steps that were taken after the checkpoint that the run resumed from."""
+        """The file with the lines of steps after the checkpoint from which the run resumed."""
         return json_lines.lost(self.metrics)
 
     @property
     def names(self) -> frozenset[str]:
-        """The name of everything that Bridge writes into the folder."""
+        """The names of all files and folders that Bridge writes into the directory."""
         names = {entry.name for entry in _entries()}
         return frozenset(names | {json_lines.lost(Path(name)).name for name in names if name.endswith(".jsonl")})
 
@@ -182,11 +183,11 @@ class RunDirectory:
             return None
 
     def choices(self, *, derived: bool = True) -> dict[str, Any]:
-        """Return the run's choices by key, with `derived` values in place of absent ones.
+        """Return the run's choices by key; with `derived`, derived values fill in missing ones.
 
         Raises:
-            OSError: there is no `config.json`.
-            ValueError: it is damaged.
+            OSError: `config.json` cannot be read.
+            ValueError: `config.json` is damaged.
         """
         document = json_lines.parsed(self.config.read_bytes())
         if not isinstance(document, dict):
@@ -194,46 +195,46 @@ class RunDirectory:
         return TrainConfig.written(document if derived else {**document, "derived": None})
 
     def remove_if_unused(self) -> None:
-        """Remove the folders that were made for this run, if they are empty."""
+        """Remove the folders that were created for this run, if they are empty."""
         if self.is_writer:
             folder_claim.remove_unused(self.made)
             folder_mark.remove_if_alone(self.path)
             folder_claim.remove_unused(self.made)
 
     def write_config(self, document: dict[str, Any]) -> None:
-        """Write `Config.document`, the run's choices; only the owner may read them, because they may hold secrets."""
+        """Write the run's choices (`Config.document`), readable only by the owner, because they may hold secrets."""
         write_json(self.writable(self.config), document, mode=0o600)
 
     def write_summary(self, summary: Summary) -> None:
-        """Write the result of the run; a number that is not finite becomes null."""
+        """Write the result of the run; non-finite numbers become null."""
         write_json(self.writable(self.summary), json_lines.plain(dataclasses.asdict(summary)))
 
     def record(self, line: str) -> None:
-        """Append an event, with the time; control characters, which a model may write, become visible."""
+        """Append an event with the time; control characters, which a model may have written, are escaped."""
         if self.is_writer:
             shown = redaction.escaped(" ".join(redaction.redact_urls(line[:LONGEST_EVENT]).split()))
             with one_line_errors(self.events), self.events.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {shown}\n")
 
     def recording(self) -> AbstractContextManager[None]:
-        """Append what Bridge logs in the block as events."""
+        """Append all log messages of Bridge as events while the block runs."""
         return logs.handled_by(_Events(self))
 
     def append_start(self, start: dict[str, Any]) -> None:
-        """Append what a start of the run ran on."""
+        """Append the versions, device and command of a start of the run."""
         json_lines.append(self.writable(self.starts), [start])
 
     def append(self, metrics: StepMetrics) -> None:
-        """Append one step, at once; a number that is not finite becomes null."""
+        """Append the metrics of one step immediately; non-finite numbers become null."""
         json_lines.append(self.writable(self.metrics), [metrics])
 
     def append_rollouts(self, step: int, groups: Sequence[Group], *, version: int | None = None) -> None:
-        """Append the groups of `step`, trained with weights of `version`; what JSON cannot hold becomes its repr."""
+        """Append the groups of `step`, trained with weights of `version`; values that JSON lacks become their repr."""
         rows = (rollout_record.record(step, group, version) for group in groups)
         json_lines.append(self.writable(self.rollouts), rows)
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
-        """Append one evaluation, as `append` does."""
+        """Append one evaluation immediately; non-finite numbers become null."""
         json_lines.append(self.writable(self.evaluations), [evaluation])
 
     def first_evaluation(self) -> float | None:
@@ -252,13 +253,13 @@ class RunDirectory:
         return max(steps, default=None)
 
     def writable(self, path: Path) -> Path:
-        """Return `path`, a file or folder of this run that is about to be written."""
+        """Return `path` unchanged, after asserting that this process may write into the run directory."""
         assert self.is_writer, f"only rank 0 of a run writes {path}"
         return path
 
 
 class _Events(logging.Handler):
-    """Appends what Bridge logs to the events of a run."""
+    """Appends Bridge's log messages to the events of a run."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__()
@@ -269,7 +270,7 @@ class _Events(logging.Handler):
 
 
 def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> str:
-    """Return another record, and `more` keys, as `{label: {...}}` on one line."""
+    """Return a record with `more` keys as `{label: {...}}` on one line."""
     return json_lines.line({label: {**(record if isinstance(record, dict) else dataclasses.asdict(record)), **more}})
 
 

@@ -224,7 +224,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: 
     os.truncate(run.saved / LAST / "model.safetensors", 1000)
     lines = run.train("--resume", expect=0)
     assert [line.partition(":")[0] for line in lines[:2]] == ["skipped", "resuming after step 2 from saved/step_2"]
-    assert f"saved/{LAST} is incomplete or damaged: model.safetensors was cut short" in lines[0]
+    assert f"saved/{LAST} is incomplete or damaged: model.safetensors is truncated" in lines[0]
     assert not [line for line in lines[1:] if line.startswith("skipped")]
     assert run.lost() == [3, 4, 5]
     assert run.problems() == problems

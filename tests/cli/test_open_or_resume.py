@@ -128,7 +128,7 @@ def test_each_skipped_checkpoint_is_reported_in_one_line(workspace: Workspace) -
     opened = workspace.open(resume=True)
     assert [line.partition(":")[0] for line in opened.lines[:2]] == ["skipped"] * 2
     for line, name in zip(opened.lines, ("step_4", "step_3"), strict=False):
-        assert f"{workspace.saved}/{name} is incomplete or damaged: model.safetensors was cut short" in line
+        assert f"{workspace.saved}/{name} is incomplete or damaged: model.safetensors is truncated" in line
     assert opened.lines[2:] == [f"resuming after step 2 from {older}"]
 
 
@@ -165,7 +165,7 @@ def test_different_empty_directory_becomes_a_new_run(workspace: Workspace, exist
 def test_directory_of_a_different_run_is_refused(workspace: Workspace) -> None:
     workspace.save(4)
     RunDirectory.create(workspace.folder / "other", environment="arithmetic").append(metrics(1))
-    workspace.refused("other holds another run", resume=True, run_dir=workspace.folder / "other")
+    workspace.refused("other already holds a run", resume=True, run_dir=workspace.folder / "other")
 
 
 def test_lost_run_directory_is_created_again(workspace: Workspace) -> None:
@@ -216,8 +216,8 @@ def test_a_run_without_a_checkpoint_restarts_in_its_directory(workspace: Workspa
     assert opened.lines[-1] == f"no checkpoint to resume from in {workspace.saved}: starting at step 1"
     assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([], [1, 2, 3, 4, 5])
     opened.run.append(metrics(1))
-    hint = workspace.refused("mine holds another run", resume=True, run_dir=workspace.mine, save_path=Path("fresh"))
-    assert hint == "name another with --run-dir, or resume that run: --resume --save-path saved"
+    hint = workspace.refused("mine already holds a run", resume=True, run_dir=workspace.mine, save_path=Path("fresh"))
+    assert hint == "name a new folder with --run-dir, or resume that run: --resume --save-path saved"
 
 
 def test_moved_run_resumes_in_its_new_place(workspace: Workspace) -> None:

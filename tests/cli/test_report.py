@@ -279,7 +279,7 @@ def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:
     assert "--run-dir /" not in page.words.partition("Mean reward")[0]
     assert {
         "Mean reward", "Parts of the reward: correct", "Parts of the reward: format", "Completion length, tokens",
-        "|Δ log-probability|, nats", "|Δ log-probability|, max, nats", "Tokens of a large mismatch, %",
+        "|Δ log-probability|, nats", "|Δ log-probability|, max, nats", "Tokens with a large mismatch, %",
         "Time of a step, s", "Fence, ms", "my_ratio",
     } <= set(page.charts)  # fmt: skip
     assert names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]

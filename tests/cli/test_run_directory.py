@@ -62,7 +62,7 @@ def test_the_resolved_choices_are_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path, environment="arithmetic").append(metrics(1))
-    with pytest.raises(UsageError, match="another run"):
+    with pytest.raises(UsageError, match="already holds a run"):
         RunDirectory.create(tmp_path, environment="arithmetic")
 
 
@@ -300,7 +300,7 @@ def test_saved_step_without_a_metrics_line_is_reported(tmp_path: Path, caplog: p
     assert caplog.messages == []
     RunDirectory.reopen(tmp_path, 3)
     assert caplog.messages == [
-        f"{run.metrics} has no line of step 3: the run was killed before that, or began elsewhere"
+        f"{run.metrics} has no line for step 3: the run was killed before writing it, or began in a different directory"
     ]
     assert caplog.messages[0] in run.events.read_text()
     assert steps(run.metrics) == [1, 2]

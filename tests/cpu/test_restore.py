@@ -121,7 +121,7 @@ def check_damaged_is_refused(torn: Torn) -> None:
     shutil.copytree(torn.last, short)
     os.truncate(short / "model.safetensors", 1000)
     error, gap, hint = torn.restore(short, expect=2).stderr.splitlines()[-3:]
-    assert error.startswith(f"error: the checkpoint {short} is incomplete or damaged: model.safetensors was cut short")
+    assert error.startswith(f"error: the checkpoint {short} is incomplete or damaged: model.safetensors is truncated")
     assert (gap, hint[:6]) == ("", "hint: ")
     assert torn.status() == before
 

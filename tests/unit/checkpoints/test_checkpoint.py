@@ -102,8 +102,8 @@ def grow(path: Path) -> None:
 
 
 DAMAGES = {
-    cut: "was cut short: [0-9]+ bytes, expected [0-9]+",
-    flip: "has another checksum than when it was saved",
+    cut: "is truncated: [0-9]+ bytes, expected [0-9]+",
+    flip: "has changed: its checksum differs from when it was saved",
     Path.unlink: "is missing",
     grow: "has grown",
 }
@@ -162,7 +162,7 @@ def test_added_files_that_loaders_read_are_refused(name: str, tmp_path: Path) ->
     assert read(folder).progress.step == 3
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).touch()
-    with pytest.raises(CheckpointError, match=f"{name} was not saved with it"):
+    with pytest.raises(CheckpointError, match=f"{name} was added after saving"):
         read(folder)
 
 
@@ -178,7 +178,7 @@ def test_a_missing_file_is_reported_before_a_checksum(tmp_path: Path) -> None:
 def test_a_marker_of_another_version_is_refused(text: str, tmp_path: Path) -> None:
     folder = save(tmp_path)
     (folder / MARKER_NAME).write_text(text)
-    with pytest.raises(CheckpointError, match="no marker of this version of Bridge"):
+    with pytest.raises(CheckpointError, match="is not a valid marker for this version of Bridge"):
         read(folder)
 
 

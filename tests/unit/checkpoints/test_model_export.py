@@ -174,12 +174,12 @@ def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: P
     for source, model, words in (
         (tmp_path / "absent", None, "there is no folder"),
         (empty, None, "holds neither a model nor an adapter"),
-        (damaged, None, "is incomplete or damaged: config.json was cut short"),
-        (base, str(base), "holds no adapter"),
+        (damaged, None, "is incomplete or damaged: config.json is truncated"),
+        (base, str(base), "holds a full model, expected an adapter"),
         (whole, str(narrow), "does not fit"),
-        (no_base, None, "names no base"),
+        (no_base, None, "does not name a base model"),
         (adapter(tmp_path / "deeper", str(base), module="model.layers.7.self_attn.q_proj"), None, "does not fit"),
-        (adapter(tmp_path / "head", str(base), module="lm_head"), None, "which are one tensor"),
+        (adapter(tmp_path / "head", str(base), module="lm_head"), None, "which share one tensor"),
     ):
         with pytest.raises(UsageError, match=words) as refused:
             export(source, tmp_path / "out", base=model)
@@ -283,11 +283,11 @@ def test_rounding_loss_is_measured(base: Path, tmp_path: Path, capsys: pytest.Ca
     assert answer(["export", str(source), "--out", str(out), "--dtype", "float32"]) == 0
     assert "warning" not in capsys.readouterr().err
     assert answer(["export", str(base), "--out", str(out), "--dtype", "float32"]) == 2
-    assert "holds no adapter" in capsys.readouterr().err
+    assert "expected an adapter" in capsys.readouterr().err
 
 
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
-    "lora_bias": (lora(lora_bias=True), r"has biases \(lora_bias\) for 2 layers that have none .*self_attn\.q_proj"),
+    "lora_bias": (lora(lora_bias=True), r"has biases \(lora_bias\) for 2 layers without a bias .*self_attn\.q_proj"),
     "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "is a PROMPT_TUNING, which"),
     "prefixes": (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "is a PREFIX_TUNING, which"),
     "aLoRA": (lora(alora_invocation_tokens=[5, 6]), "is an activated LoRA"),

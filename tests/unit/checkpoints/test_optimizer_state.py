@@ -248,7 +248,7 @@ def test_a_state_of_another_kind_is_refused_with_its_flags(written: Path, other:
     before, weights = state(trained, optimizer), copies(trained)
     with pytest.raises(CheckpointError) as caught:
         optimizer_state.read(written, trained, optimizer)
-    assert "was written with --optimizer adamw --no-offload-optimizer, and this run has " in caught.value.message
+    assert "was written with --optimizer adamw --no-offload-optimizer, but this run has " in caught.value.message
     assert caught.value.message.count(optimizer.flags) == 1
     assert caught.value.hint == "resume with --optimizer adamw --no-offload-optimizer"
     check_equal(before, state(trained, optimizer))

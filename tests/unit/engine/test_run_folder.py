@@ -319,7 +319,7 @@ def test_parameters_in_a_different_order_are_refused(attach: Attach) -> None:
         if ordered[one].shape == ordered[other].shape
     )
     ordered[first], ordered[second] = ordered[second], ordered[first]
-    with pytest.raises(CheckpointError, match="or another order"):
+    with pytest.raises(CheckpointError, match="or are in a different order"):
         resumed.resume(torch.optim.AdamW(ordered, lr=1e-2))
     assert "pause" not in calls(resumed)
 

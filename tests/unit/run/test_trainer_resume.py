@@ -144,7 +144,7 @@ def test_a_run_without_steps_or_state_left_is_refused(running: Running) -> None:
     with running() as run:
         run.train()
         before = run.weights()
-        with pytest.raises(UsageError, match=r"step_3 is of step 3, and --training-steps is 3: no step is left"):
+        with pytest.raises(UsageError, match=r"step_3 is from step 3, but --training-steps is 3: no step is left"):
             run.go_on()
         assert run.mode.calls[-2:] == ["open", "close"]
         (run.folder / "run" / "metrics.jsonl").unlink()
