@@ -24,7 +24,7 @@ MARKED_FOLDERS = ("cpu", "gpu", "contract")
 SLOW_TIMEOUT_S = 900
 """Limit of a test that starts a vLLM or compiles, while others use the same few cores."""
 ENOUGH_CORES = 4
-"""For tests marked `several`."""
+"""Fewest cores for tests marked `several`."""
 NUM_DRAWN = 8
 """Slow tests that CI runs besides those marked `core`: about three minutes on two cores."""
 
@@ -61,7 +61,7 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.fixture(scope="module", autouse=True)
 def _constants_stay() -> Iterator[None]:
-    """Fail if a module's tests leave a constant of the product changed: those after them would run with it."""
+    """Fail if a module's tests leave a constant of the product changed, since later tests would run with it."""
     before = _constants()
     yield
     after = _constants()
@@ -90,7 +90,7 @@ def _no_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no command that a test calls import vLLM meanwhile: most are refused, or start a stand-in."""
+    """Keep commands that tests call from preloading vLLM, since most are refused or start a stand-in."""
     monkeypatch.setattr(preload, "plugin_module", lambda _: None)
 
 

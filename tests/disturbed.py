@@ -41,7 +41,7 @@ from bridge.weights import stored_tensors
 ENGINE = "VLLM::EngineCor"
 """The name of the engine's process, as truncated by the kernel."""
 STOPPED_S = 2
-"""Seconds for which a process is stopped, or for which a trainer waits inside the fence."""
+"""Seconds for which a process is stopped, or a trainer waits inside the fence."""
 ROOM_BYTES = 100_000
 """Room left on a full disk: less than a checkpoint of the smallest model."""
 PUBLISHED = "published"
@@ -60,9 +60,9 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(["a second trainer", "verify"], ("rollouts", "writing", "saving")),
     **dict.fromkeys(["a full disk", "a restarted server", "foreign requests"], PHASES),
 }
-"""Fault -> the phases in which it may strike."""
+"""The phases in which each fault may occur."""
 ENDS_THE_SERVER = "SIGKILL of the server", "SIGKILL of the engine", "a restarted server"
-"""Faults after which another server must be started."""
+"""Faults after which a new server must be started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def ask(request: str, *, limit_s: float | None = None) -> None:
 
 
 def foreign(trainer: Trainer) -> None:
-    """Send requests as a stranger would who knows the routes but not the token."""
+    """Send requests like a stranger who knows the routes but not the token."""
     assert trainer.client is not None
     for route in ("lease", "pause", "publish", "resume", "tensors/write", "adapter"):
         request = urllib.request.Request(f"{trainer.client.url}/bridge/{route}", data=b"{}", method="POST")

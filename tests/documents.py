@@ -1,6 +1,6 @@
-"""The code blocks of README.md and of docs/, and how a test tries each of them, as it is written.
+"""The code blocks of README.md and docs/, and how tests run each of them exactly as written.
 
-A block is named by its first line without the comment behind it. One that is not in `TRIALS` fails a test.
+A block is named by its first line, without a trailing comment. A block that is not in `TRIALS` fails a test.
 `tests/cli/test_documents.py` runs them, in a folder with a model `MODEL` and everything else that a page names.
 """
 
@@ -20,13 +20,13 @@ SPAN = re.compile(r"(?<!`)`(bridge [a-z-]+ [^`]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Trial:
-    """How a block is tried."""
+    """How a block is tested."""
 
     how: Literal["run", "file", "tested", "left out"]
     """`run`: its commands or its program; `file`: written beside the commands of its page, which use it; `tested`:
     another test runs it; `left out`: its flags are checked, and nothing is run."""
     why: str = ""
-    """The file of the other test, or what is missing here."""
+    """The file of the other test, or what this environment lacks."""
     is_slow: bool = False
 
 
@@ -145,7 +145,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         ),
     },
 }
-"""Page -> its blocks, in their order."""
+"""The blocks of each page, in order."""
 SPANS = (
     "bridge plan --model MODEL --gpu-memory 140",
     "bridge init FOLDER",
@@ -173,7 +173,7 @@ class Block:
 
 
 def blocks(*pages: str) -> list[Block]:
-    """Return every block of these pages, or of all."""
+    """Return all blocks of these pages, or of all pages."""
     return [
         Block(page, kind, text) for page in pages or PAGES for kind, text in BLOCK.findall((ROOT / page).read_text())
     ]

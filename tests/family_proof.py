@@ -31,7 +31,7 @@ MOVED_AT_LEAST = 4
 
 
 def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (), lr: float = scenarios.LR) -> Result:
-    """Prove the family of `config` on a server of its own, with vLLM's own defaults, and return the result.
+    """Check the family of `config` on a separate server with vLLM's defaults, and return the result.
 
     Random weights are scaled so that every layer's output is about as large as its input, at any width.
     """
@@ -44,7 +44,7 @@ def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (),
 
 
 def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Result:
-    """Train three steps, and compare the server with plain transformers before and after."""
+    """Train three steps, and compare the server with transformers before and after."""
     assert attach(server.manifest).weight_bytes() == 0  # refused unless all parameters have counterparts
     device, experts = scenarios.device_of(server), server.status().experts
     plain, saved = _load(model, device, experts), folder / "saved" / "step_3"
@@ -83,9 +83,9 @@ def together(shard: Shard) -> tuple[str, ...]:
 
 
 def _load(folder: Path, device: str, experts: tuple[int, int] | None) -> PreparedModel:
-    """Load it with plain transformers, using the long factors of longrope at every length, as vLLM does.
+    """Load a model with transformers, using longrope's long factors at every length, as vLLM does.
 
-    Of a mixture of experts it computes with those of the samples; `experts` are as in `RouterReplay.of`.
+    A mixture of experts computes with the experts of the samples; `experts` is as in `RouterReplay.of`.
 
     vLLM applies the long factors to all sequences as soon as the maximum length allows long ones; transformers only
     applies them to long sequences.

@@ -23,9 +23,9 @@ RESULTS = {
 }
 """Result files by device, of tensor parallelism without a server, and of other programs that read what was saved."""
 ORDER = (*FAMILIES, *ON_GPUS)
-"""The order of the rows."""
+"""The families, in row order."""
 NUM_PARTS = (2, 4)
-"""Parts into which every family is cut."""
+"""Numbers of parts into which every family is cut."""
 PAGE = ROOT / "docs" / "families.md"
 INTRODUCTION = """\
 # Families
@@ -247,18 +247,18 @@ def record(family: str, result: Result) -> None:
 
 
 def record_parts(family: str, num_parts: int, difference: float) -> None:
-    """Write how far `family` in parts is from the whole model to its file, and to the page."""
+    """Write the difference between `family` in parts and the full model to its file, and to the page."""
     of_family = {**load("parts").get(family, {}), str(num_parts): difference}
     _add("parts", {family: dict(sorted(of_family.items()))})
 
 
 def record_readers(results: Results) -> None:
-    """Write what other programs read of each family's folders to its file, and to the page."""
+    """Write how other programs read each family's folders to their file, and to the page."""
     _add("readers", results)
 
 
 def claim(family: str, file: Path) -> bool:
-    """Note in `file` that this process proves `family`; False if its result is there, or another process proves it."""
+    """Claim `family` in `file` for this process; return False if it has a result or another process claimed it."""
     with _appended(file) as (lines, add):
         known = [line for line in lines if line["family"] == family]
         if any(line["result"] or ProcessIdentity(**line["process"]).is_alive() for line in known):
@@ -275,7 +275,7 @@ def write(family: str, result: Result, file: Path) -> None:
 
 @contextmanager
 def _appended(file: Path) -> Iterator[tuple[list[dict[str, Any]], Callable[[object], object]]]:
-    """Keep other processes from the file inside the block; give its lines, and what appends one."""
+    """Lock the file inside the block; yield its lines, and a function that appends one."""
     with file.open("a+") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         opened.seek(0)
@@ -286,7 +286,7 @@ def _appended(file: Path) -> Iterator[tuple[list[dict[str, Any]], Callable[[obje
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
-    """Return the lines, except those that were cut off: what they are of is proved again."""
+    """Return the lines, except truncated ones, whose families are checked again."""
     lines = list[dict[str, Any]]()
     for line in text.splitlines():
         with suppress(json.JSONDecodeError):
@@ -348,7 +348,7 @@ def _read_by(readers: Results) -> str:
 
 
 def _nats(difference: object) -> str:
-    """Return a difference as text; None: there is no such class. Text is an error."""
+    """Format a difference; None: the class does not exist. A string is an error, and is returned."""
     return "-" if difference is None else f"{difference:.1g}" if isinstance(difference, float) else str(difference)
 
 
@@ -373,7 +373,7 @@ def _numbers(result: Result | None) -> tuple[str, ...]:
 
 
 def _versions(where: str, results: Mapping[str, Result]) -> str:
-    """Return what ran there; with several versions, which families."""
+    """Return the versions that ran on a device, with the families if there are several versions."""
     families: dict[str, list[str]] = {}
     for family, result in results.items():
         families.setdefault(result.versions, []).append(family)

@@ -28,7 +28,7 @@ from tests import disturbed  # noqa: F401
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload([__name__])
 BRIDGE = "from bridge_cli.main import main; main()"
-"""What the installed `bridge` script runs."""
+"""The code that the installed `bridge` script runs."""
 POLL_S = 0.02
 UNCAUGHT = 1
 """Python's exit code for an uncaught exception."""
@@ -63,21 +63,21 @@ class Command:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """The command's exit code, negative for a signal; None while it runs."""
         return self._process.exitcode
 
     @property
     def stdout(self) -> str:
-        """Its standard output so far."""
+        """The command's standard output so far."""
         return self._streams[0].read_text()
 
     @property
     def stderr(self) -> str:
-        """Its standard error so far."""
+        """The command's standard error so far."""
         return self._streams[1].read_text()
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
+        """Return the command's exit code; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -87,7 +87,7 @@ class Command:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the command has ended."""
         if self._process.exitcode is None:
             os.kill(self.pid, number)
 
@@ -95,7 +95,7 @@ class Command:
         self._process.kill()
 
     def lines(self, limit_s: float) -> Iterator[str]:
-        """Yield the lines of its stderr as they come, until it ends."""
+        """Yield the lines of the command's stderr as they arrive, until it ends."""
         deadline, taken = time.monotonic() + limit_s, 0
         while True:
             has_ended = self.poll() is not None
@@ -130,7 +130,7 @@ def ended(
 def _become(
     program: str, arguments: list[str], folder: Path, variables: Mapping[str, str], streams: list[Path]
 ) -> None:
-    """Turn this process into the command, and end with its exit code."""
+    """Turn this process into the command, and exit with its exit code."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)

@@ -1,7 +1,7 @@
-"""vLLM's weight transfer by NCCL, over gloo: the real vLLM can be fed on a CPU.
+"""vLLM's NCCL weight transfer over gloo, so that the real vLLM can receive weights on a CPU.
 
-Both ends are vLLM's own classes. What needs a GPU is replaced: how the two meet, and a broadcast. A server gets its end
-by a plugin (`install`), a trainer by `send_over_gloo`.
+Both ends are vLLM's own classes. Only what needs a GPU is replaced: the rendezvous, and the broadcast. A server gets
+its end from a plugin (`install`), a trainer from `send_over_gloo`.
 """
 
 import os
@@ -18,7 +18,7 @@ LIMIT = timedelta(seconds=60)
 
 
 class Group:
-    """What vLLM uses of its NCCL communicator."""
+    """The part of vLLM's NCCL communicator that vLLM uses."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
         distributed: Any = torch.distributed
@@ -67,9 +67,9 @@ def _receiving() -> Any:
 
 
 def send_over_gloo(dies_after: int | None = None, *, replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let this process send over gloo, and kill it after so many tensors of its second transfer.
+    """Make this process send over gloo; with `dies_after`, kill it after this many tensors of its second transfer.
 
-    `replace` is a test's `monkeypatch.setattr`, in a process that goes on.
+    `replace` is a test's `monkeypatch.setattr`, in a process that continues afterwards.
     """
     from vllm.distributed.weight_transfer import nccl_engine
 

@@ -1,4 +1,4 @@
-"""A server whose trainers are disturbed, and the proof after each fault that it only serves what was published.
+"""A server whose trainers are disturbed, and a check after each fault that it serves only published weights.
 
 A server passes if its weights equal, tensor by tensor, those recorded before its version was published, or if it
 generates nothing and `bridge restore` restores a whole checkpoint.
@@ -33,7 +33,7 @@ from tests.scenarios import LiveServer
 LIMIT_S = 240.0
 """A trainer that hangs is killed after this time, and its fault counts as failed."""
 STEPS, GROUPS = 3, 2
-"""Of a whole run, and of each step."""
+"""Seconds for a full run, and for each step."""
 BESIDE = "beside"
 STILL_S = 2.0
 """Far longer than the server takes for the request sent in the meantime."""
@@ -68,11 +68,11 @@ class Ground:
     serve: Serve
     port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     versions: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
-    """Server's pid and version -> digest of every tensor."""
+    """Digests of all tensors, by the server's pid and version."""
     num_rounds: int = 0
     num_servers: int = 0
     _beside: list[Command] = field(default_factory=list)
-    """Commands that run beside a trainer."""
+    """Commands that run concurrently with a trainer."""
 
     def __enter__(self) -> "Ground":
         """Start the first server."""
@@ -81,11 +81,11 @@ class Ground:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the last one."""
+        """Stop the last server."""
         self._stack.close()
 
     def disturb(self, disturbance: Disturbance, *flags: str) -> "Round":
-        """Train for `STEPS` steps with one fault, and return how that ended."""
+        """Train for `STEPS` steps with one fault, and return the outcome."""
         self.num_rounds += 1
         folder = self.folder / f"round_{self.num_rounds}"
         trainer = self._begin(folder, (*self._train(), *flags), disturbance)
@@ -109,10 +109,10 @@ class Ground:
         return Round(round_.folder, trainer, None)
 
     def prove(self) -> "Proof":
-        """Return how the fault left the server, which serves a whole version from here on.
+        """Return how the fault left the server, and make it serve a published version again.
 
         Raises:
-            NotWholeError: It does not.
+            NotWholeError: it does not serve a published version.
         """
         try:
             if self._answers():
@@ -188,7 +188,7 @@ class Ground:
         self._note()
 
     def _note(self) -> None:
-        """Record what is served now, which was just compared with a checkpoint."""
+        """Record the weights served now, which were just compared with a checkpoint."""
         with self._client() as client:
             status = client.status()
             self.versions[status.server.pid, status.version] = client.digests()
@@ -259,7 +259,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found on a server that passes."""
+    """The findings about a server that passes."""
 
     outcome: Literal["whole", "torn", "gone"]
     """How the fault left the server; `whole`: it serves."""
@@ -269,12 +269,12 @@ class Proof:
 
 @dataclass(frozen=True)
 class Round:
-    """How a disturbed trainer ended."""
+    """The outcome of a disturbed trainer."""
 
     folder: Path
     trainer: Command
     beside: Command | None
-    """The command that ran beside it, if any."""
+    """The command that ran concurrently, if any."""
 
     @property
     def exit_code(self) -> int | None:
@@ -287,6 +287,6 @@ class Round:
         return [json.loads(line)["number"] for line in lines]
 
     def check_checkpoints(self) -> list[int]:
-        """Check that each of its checkpoints is whole, and return their steps."""
+        """Check that each of the trainer's checkpoints is complete, and return their steps."""
         checkpoints = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
         return [checkpoint.read(path).progress.step for _, path in checkpoints]

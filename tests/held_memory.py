@@ -10,7 +10,7 @@ import psutil
 from bridge.checkpoints.metrics import StepMetrics
 
 LIMIT_MIB = 16.0
-"""Growth below this is noise: what allocators keep varies from moment to moment."""
+"""Growth below this is noise, since allocators vary in how much memory they keep."""
 MIB = 2**20
 
 
@@ -20,13 +20,13 @@ class Memory:
 
     server: psutil.Process
     more: Mapping[str, Callable[[], int]] = field(default_factory=dict)
-    """Name of another figure -> function that returns its bytes."""
+    """Functions that return the bytes of additional figures, by name."""
     trainer: psutil.Process = field(default_factory=lambda: psutil.Process(os.getpid()))
     steps: list[int] = field(default_factory=list)
     mib: dict[str, list[float]] = field(default_factory=dict)
-    """Side and kind -> one figure per entry of `steps`."""
+    """One figure per entry of `steps`, by side and kind."""
     num_updates: int = 0
-    """Updates of all steps so far."""
+    """Number of updates in all steps so far."""
 
     def hear(self, metrics: StepMetrics, *, every: int) -> None:
         """Add a step's metrics, and sample every `every` steps."""
@@ -35,7 +35,7 @@ class Memory:
             self.sample(metrics.step)
 
     def sample(self, step: int) -> None:
-        """Sample what every process holds now.
+        """Record how much memory every process holds now.
 
         Both resident memory and the unique part of it, which leaves out pages of the weights that both sides map.
         """

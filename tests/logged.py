@@ -1,4 +1,4 @@
-"""What Bridge logs in a block, for tests that run it inside a function."""
+"""Collect Bridge's log lines in a block, for tests that cannot use `caplog`."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """Yield the lines, in the order in which they are logged."""
+    """Yield a list that collects the log lines, in order."""
     handler = _Lines()
     with logs.handled_by(handler):
         yield handler.lines

@@ -10,7 +10,7 @@ BEGIN, END = "<!-- metrics, by python -m tests.metrics_table -->\n", "<!-- end o
 
 
 def table() -> str:
-    """Return the rows of all metrics, those first that are recorded."""
+    """Return the rows of all metrics, the recorded ones first."""
     head = "| metric | unit shown | curve | |\n|---|---|---|---|\n"
     return head + "".join(map(_row, METRICS.values()))
 

@@ -1,4 +1,4 @@
-"""Whether others read what Bridge saves: checkpoints and exports of every family, in other environments.
+"""Check that other programs can read what Bridge saves: checkpoints and exports of every family.
 
     python -m tests.readers FOLDER [--transformers4 PYTHON] [--vllm VERSION] [--record]
 
@@ -80,7 +80,7 @@ def saved(source: Path, folder: Path, *, is_inside: bool) -> Iterator[Path]:
 
 
 def read(python: str, folders: list[Path], *, form: str, path: str = "") -> dict[str, Report]:
-    """Let another interpreter read the folders, and return what it reports of each."""
+    """Let a different Python interpreter read the folders, and return its report on each."""
     environment = {
         "PATH": "/usr/bin:/bin",
         "HF_HUB_OFFLINE": "1",
@@ -96,7 +96,7 @@ def read(python: str, folders: list[Path], *, form: str, path: str = "") -> dict
 
 
 def differences(ours: Report, theirs: Report) -> list[str]:
-    """Return what two readers report differently of one folder."""
+    """Return the differences between two readers' reports on a folder."""
     if "error" in theirs:
         return [theirs["error"]]
     found = [
@@ -171,7 +171,7 @@ def shortest(found: object) -> object:
 
 
 def judged(made: list[Path], reports: Mapping[str, Mapping[str, Report]], name: str) -> object:
-    """Return how a reader differs from transformers 5: in nats, None if it has no such class, or text."""
+    """Return a reader's difference from transformers 5: nats, None if it lacks the class, or an error text."""
     theirs = [reports[name][str(folder)] for folder in made]
     if all(report.get("error", "").startswith("absent") for report in theirs):
         return None

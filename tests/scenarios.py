@@ -40,23 +40,23 @@ from tests import forked
 START_LIMIT_S = 300
 MAX_MODEL_LEN = 2048
 PARITY_LIMIT = 0.03
-"""Nats. Before any training, two bf16 engines differ by about half of it on models of this size."""
+"""Limit in nats. Before training, two bf16 engines differ by about half of it on models of this size."""
 FAMILY_PARITY_LIMIT = 0.05
-"""Nats, mean. Higher because rounding sometimes routes a token to other experts, which changes its log-probability."""
+"""Mean limit in nats, higher because rounding may route a token to different experts, which changes its log-prob."""
 REROUTED_LIMIT = 0.05
-"""Share of the choices of experts that rounding changes. Those of other tokens, layers or weights differ far more."""
+"""Largest share of expert choices that rounding changes; wrong tokens, layers or weights change far more."""
 ADAPTER_PARITY_LIMIT = 0.06
-"""Nats, largest. PEFT rounds the products of A and of B to bf16, vLLM only their sum."""
+"""Largest difference in nats: PEFT rounds the products of A and B to bf16, vLLM only their sum."""
 EAGER = ("--enforce-eager",)
-"""vLLM starts faster by a third with it on the CPU.
+"""On the CPU, vLLM starts a third faster with this flag.
 
-Tests of faults, fences, routes and modes use it, as they look at nothing inside the model's graph.
+Tests of faults, fences, routes and modes use it, since they do not depend on the model's graph.
 """
 IN_THE_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""vLLM on the CPU then computes in the engine's process, as it does on one GPU.
+"""Makes vLLM on the CPU compute in the engine's process, as on one GPU.
 
-By default it has a worker process there, which takes another third of the start and polls for work; `bridge demo` and
-the end of all processes of `bridge run` are tested with it.
+By default it uses a worker process on the CPU, which takes another third of the startup and polls for work. The tests
+of `bridge demo` and of the end of all processes of `bridge run` use that default.
 """
 FORKED_ENGINE = """
 import multiprocessing, runpy, sys
@@ -66,9 +66,9 @@ torch.cpu._init_amx()  # vLLM leaves it to oneDNN, which does not ask for it if 
 system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
-"""Runs a module of vLLM whose engine does not import everything again, which takes a third of what is left."""
+"""Runs a vLLM module with a forked engine, which need not import everything again: a third of the remaining startup."""
 TRACED = ("--compilation-config", '{"mode": 2, "backend": "eager"}')
-"""vLLM's graph is traced, as for its compiler, which takes a third of a family's proof, and then run as it is."""
+"""Makes vLLM trace its graph but run it uncompiled, since compiling takes a third of the time of a family check."""
 LR = 3e-3
 """Learning rate at which three steps move a tiny model far."""
 LORA_RANK = 8
@@ -94,7 +94,7 @@ class LiveServer:
     def sample(self, name: str | None = None) -> list[Group]:
         """Sample completions of a fixed set of random prompts, from the model or from the named adapter.
 
-        With the experts of each token, where the server reports them.
+        They include the experts of each token if the server reports them.
         """
         return sampled(self.manifest.url, name, experts=self.status().experts is not None)
 
@@ -118,7 +118,7 @@ def with_defaults_of_its_own(model: Path) -> Path:
 
 
 def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> None:
-    """Check that our sampling requests ignore the model's defaults, and that a request without parameters uses them."""
+    """Check that Bridge's sampling requests ignore the model's defaults, and requests without parameters use them."""
     model, plain = server.manifest.model, Path(server.manifest.model)
     common = {"n": 8, "seed": 3}
     requests: dict[str, tuple[str, dict[str, Any]]] = {
@@ -180,7 +180,7 @@ def served(
     num_parts: int = 1,
     quantization: Quantization | None = None,
 ) -> Iterator[LiveServer]:
-    """Run a server for `model` and wait until it can be attached to; on a GPU it is always compiled."""
+    """Run a server for `model`, and wait until trainers can attach to it; on a GPU it is always compiled."""
     folder.mkdir(parents=True, exist_ok=True)
     config = ServeConfig(
         model=str(model),
@@ -212,7 +212,7 @@ def served(
 
 
 def why_it_ended(log: Path) -> str:
-    """Return a server's first error, and the last lines of its engine: the API server's traceback has no cause."""
+    """Return a server's first error and its engine's last lines, since the API server's traceback shows no cause."""
     lines = log.read_text().splitlines()
     of_engine = [line for line in lines if line.startswith(("(EngineCore", "(Worker"))]
     return "\n".join([f"{server_log.own_error(log) or server_log.root_error(log)}\n", *(of_engine or lines)[-40:]])
@@ -247,7 +247,7 @@ def _cold(arguments: Sequence[str | Path], folder: Path, *, limit_s: float) -> s
 def trains_in_place(
     server: LiveServer, folder: Path, *flags: str, mode: str = "shared_vllm", cold: bool = False
 ) -> None:
-    """Train three steps through the command line; the server must then equal the checkpoint in plain transformers."""
+    """Train three steps through the command line; the server must then match the checkpoint in transformers."""
     before = server.sample()
     trained(server, folder, "--mode", mode, *flags, cold=cold)
     equals_the_samples_after(folder / "saved" / "step_3", before, server.sample(), device=device_of(server))
@@ -255,7 +255,7 @@ def trains_in_place(
 
 
 def trains_an_adapter(server: LiveServer, folder: Path, handover: str) -> None:
-    """Train three steps of an adapter; the server must then equal the base with the saved adapter in plain PEFT."""
+    """Train an adapter for three steps; the server must then match the base with the saved adapter in PEFT."""
     base = server.sample()
     trained(server, folder, "--mode", "lora_only", "--lora-handover", handover, "--lora-r", str(LORA_RANK))
     serves_the_adapter(server, folder / "saved" / "adapter_step_3", base)
@@ -288,7 +288,7 @@ def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIM
 
 
 def check_replay(run: Path, *, is_on: bool) -> None:
-    """Check that each step replayed the server's experts, or none did; the trainer's routers rarely choose others."""
+    """Check that all steps or no step replayed the server's experts, from which the trainer's routers rarely differ."""
     shares = [step["rerouted_share"] for step in metrics(run) if step["tokens_trained"]]
     assert shares
     if is_on:
@@ -303,14 +303,14 @@ def device_of(server: LiveServer) -> str:
 
 
 def adapter_name(url: str) -> str:
-    """Return the one adapter that the server at `url` serves."""
+    """Return the name of the only adapter that the server at `url` serves."""
     models = httpx.get(f"{url}/v1/models", headers=api_key.headers(), trust_env=False).json()["data"]
     (name,) = [model["id"] for model in models if model["parent"]]
     return str(name)
 
 
 def serves_the_adapter(server: LiveServer, folder: Path, base: list[Group]) -> None:
-    """Check that the server serves the adapter in `folder`, and still its base model, as sampled in `base`."""
+    """Check that the server serves the adapter in `folder`, and that its base still samples as in `base`."""
     after = sampled(server.manifest.url, adapter_name(server.manifest.url))
     equals_the_adapters_samples(Path(server.manifest.model), folder, after, device=device_of(server))
     assert same_samples(server.sample(), base)
@@ -318,7 +318,7 @@ def serves_the_adapter(server: LiveServer, folder: Path, base: list[Group]) -> N
 
 
 def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *, device: str) -> None:
-    """Check that plain PEFT with the adapter in `folder` explains the samples `after`, and `model` alone does not."""
+    """Check that PEFT with the adapter in `folder` explains the samples `after`, and `model` without it does not."""
     plain = loaded(model).to(device)
     moved = logprob_diffs(PreparedModel(plain), after)
     with_adapter = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)
@@ -346,14 +346,14 @@ def same_samples(before: list[Group], after: list[Group]) -> bool:
 
 
 def _differences(one: Completion, other: Completion) -> list[float]:
-    """Return the absolute log-prob differences of the tokens before the first that differs."""
+    """Return the absolute log-prob differences of the tokens before the first differing token."""
     tokens = zip(one.token_ids, other.token_ids, strict=False)
     num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens))
     return [abs(a - b) for a, b in zip(one.logprobs[:num_common], other.logprobs[:num_common], strict=True)]
 
 
 def equals_the_samples_after(checkpoint: Path, before: list[Group], after: list[Group], *, device: str) -> None:
-    """Check that `checkpoint` in plain transformers explains the samples `after` training, and not those `before`."""
+    """Check that `checkpoint` in transformers explains the samples `after` training, but not those `before`."""
     prepared = PreparedModel(loaded(checkpoint).to(device))
     parity, moved = (logprob_diffs(prepared, samples).max().item() for samples in (after, before))
     assert parity < PARITY_LIMIT, (parity, moved)
@@ -367,7 +367,7 @@ def different(server: LiveServer, checkpoint: Path) -> list[str]:
 
 
 def loaded(checkpoint: Path) -> PreTrainedModel:
-    """Load a checkpoint in plain transformers."""
+    """Load a checkpoint with transformers."""
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
 
 

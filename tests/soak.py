@@ -1,9 +1,9 @@
-"""Disturb trainers on a real server at random, and prove after each fault that nothing half-written is served.
+"""Disturb trainers on a real server at random, and check after each fault that nothing half-written is served.
 
     python -m tests.soak --minutes 10 --seed 0        (make soak MINUTES=10 SEED=0)
 
-Prints one line per fault and a summary; exits with 1 if a proof failed. The seed fixes the order of the faults; the
-time limits their number.
+Prints one line per fault and a summary; exits with 1 if a check failed. The seed determines the order of the faults,
+the time their number.
 
 Not covered: the proof (`ground.py`), and each fault's effect on the trainer (`tests/cli/test_fault_matrix.py`).
 """
@@ -25,7 +25,7 @@ from tests.ground import STEPS, Ground, NotWholeError
 from tests.models import tiny
 
 LONGEST_DELAY_S = 0.03
-"""A pause or a publication takes about as long."""
+"""Largest delay in seconds, about as long as a pause or a publication."""
 MOST_PIECES = 12
 VIOLATION = "VIOLATION"
 OTHERS_WEIGHT = 4
@@ -35,7 +35,7 @@ Tell = Callable[[str], None]
 
 
 def disturbances(seed: int) -> Iterator[tuple[Disturbance, str]]:
-    """Yield endless faults, each with a choice for in-flight requests; the same ones for the same seed."""
+    """Yield faults forever, each with a choice for in-flight requests; they depend only on the seed."""
     chance = random.Random(seed)
     weights = [1 if fault in ENDS_THE_SERVER else OTHERS_WEIGHT for fault in FAULTS]
     while True:
@@ -51,7 +51,7 @@ def disturbances(seed: int) -> Iterator[tuple[Disturbance, str]]:
 
 
 def soak(ground: Ground, seed: int, is_over: Callable[[int], bool], tell: Tell) -> Counter[str]:
-    """Disturb and prove until `is_over(num_rounds)`; return the count of each outcome."""
+    """Disturb and check until `is_over(num_rounds)`; return the count of each outcome."""
     began, outcomes = time.monotonic(), Counter[str]()
     for number, (disturbance, in_flight) in enumerate(disturbances(seed), start=1):
         if is_over(number - 1):
@@ -72,7 +72,7 @@ def soak(ground: Ground, seed: int, is_over: Callable[[int], bool], tell: Tell) 
 
 
 def main() -> int:
-    """Soak a vLLM of its own."""
+    """Soak a vLLM that this program starts."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Random faults on a real server.")
     parser.add_argument("--minutes", type=float, default=10.0, help="duration (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")

@@ -1,8 +1,8 @@
-"""What Bridge makes of the chat templates of real models, and docs/templates.md, which is made from it.
+"""How Bridge handles the chat templates of real models, and docs/templates.md, which is generated from that.
 
 `python -m tests.template_results` writes the page. The templates are TRL's own copies of what models ship
-(`trl/chat_templates`, without those that TRL changed for training), and Mistral's format v3. The tokenizers are made
-here: a template sees no more of one than its special tokens.
+(`trl/chat_templates`, without those that TRL changed for training), and Mistral's format v3. The tokenizers are created
+here, since a template uses only a tokenizer's special tokens.
 """
 
 import re
@@ -54,29 +54,29 @@ PROMPTS: Mapping[str, Sequence[dict[str, Any]]] = {
     "human": [{"role": "human", "content": "What do you see?"}],
     "function": [USER, SEEN, {"role": "function", "name": "look_up", "content": "A cat."}],
 }
-"""Column of the table -> the messages of a prompt."""
+"""The messages of a prompt, by the table's column."""
 COLUMNS = ("template", *PROMPTS, "column `tools`", "ends a turn", "tools of Bridge", "turns of a user")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What Bridge makes of one template."""
+    """How Bridge handles one template."""
 
     cells: tuple[str, ...]
-    """Of its row, without the name."""
+    """The cells of the row, without the name."""
     said: Mapping[str, str] = field(default_factory=dict)
-    """Column -> what Bridge says where something does not survive."""
+    """By column, Bridge's message if something is lost."""
 
 
 def names() -> list[str]:
-    """Return the templates of the table."""
+    """Return the names of the table's templates."""
     folder = Path(trl.__file__).parent / "chat_templates"
     own = sorted(path.stem for path in folder.glob("*.jinja") if not path.stem.endswith("_training"))
     return [*own, "mistral"]
 
 
 def results() -> dict[str, Result]:
-    """Return what Bridge makes of each template."""
+    """Return the result of each template."""
     with tempfile.TemporaryDirectory() as folder:
         base = chat.tokenizer(Path(folder), "qwen2_5")
         return {name: result(_with_template(base, name, Path(folder)), Path(folder)) for name in names()}
@@ -95,7 +95,7 @@ def _with_template(base: PreTrainedTokenizerBase, name: str, folder: Path) -> Pr
 
 
 def result(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Result:
-    """Return what Bridge makes of the template of `tokenizer`."""
+    """Return the result of the template of `tokenizer`."""
     said: dict[str, str] = {}
     cells = [_of_prompt(tokenizer, column, [*messages], said) for column, messages in PROMPTS.items()]
     cells.append(_of_tools(tokenizer, said))
@@ -196,7 +196,7 @@ def page(found: Mapping[str, Result]) -> str:
 
 
 def _said(found: Mapping[str, Result]) -> Iterator[str]:
-    """Yield each sentence once, with the columns and the templates that it is about."""
+    """Yield each message once, with the columns and templates that it concerns."""
     about: dict[str, dict[str, list[str]]] = {}
     for name, one in found.items():
         for column, line in one.said.items():

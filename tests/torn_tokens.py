@@ -1,14 +1,14 @@
-"""Search for torn tokens: two states of the weights alternate while many requests generate, and every token is judged.
+"""Search for torn tokens: two states of the weights alternate while many requests generate, and every token is checked.
 
-Plain transformers computes each token's log-probability, given all tokens before it, under both states. The token must
-match the state of the version that it names: frozen requests recompute their keys and values after the fence, so no
-token may mix the two. Where they keep them instead, transformers does the same: it computes each run of tokens by the
-state that it names, over the keys and values of the runs before.
+transformers computes each token's log-probability, given all tokens before it, under both states. The token must match
+the state of its reported version: frozen requests recompute their keys and values after the fence, so no token may mix
+the two. If requests keep their keys and values instead, transformers does the same: it computes each run of tokens with
+the reported state, over the keys and values of the preceding runs.
 
 The server and transformers run in float32 (CPU) or float16 (GPU), whose rounding is small against the difference
 between the states. A token that matches both within the tolerance is counted as undecided.
 
-Of a mixture of experts, the experts that a token names must be those of its version, too.
+In a mixture of experts, the reported experts of a token must also be those of its version.
 
 Not covered: bf16, whose rounding alone is 0.03 nats; adapters.
 """
@@ -45,26 +45,26 @@ from tests.scenarios import LiveServer
 
 TIMEOUT_S = 300
 NUM_PROMPTS = 4
-"""Few, so that a stale prefix cache would be hit."""
+"""Number of prompts: few, so that a stale prefix cache would be hit."""
 JUDGED_AT_ONCE = 64
 """Completions in one forward pass of transformers."""
 PER_PARAMETER_S = 0.01
 """Seconds per parameter of an unguarded write: at least one step of the server."""
 TIED_LIMIT = 0.002
-"""Largest share of tokens of which two experts have so nearly equal scores that rounding decides."""
+"""Largest share of tokens with two experts whose scores are so close that rounding decides."""
 UNDECIDED_LIMIT = 0.05
 SHARE_OF_STATE = 0.1
-"""Of a load's tokens, the share that each of two alternating states has to serve before the load may end."""
+"""Share of a load's tokens that each of the two states must serve before the load may end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The load, how often the weights change, and how tokens are judged."""
+    """The load, how often the weights change, and how tokens are checked."""
 
     num_tokens: int
-    """Tokens to generate, at least."""
+    """Fewest tokens to generate."""
     num_fences: int
-    """Changes of the weights, at least."""
+    """Fewest changes of the weights."""
     num_requests: int
     """Requests in flight at any time."""
     num_samples: int
@@ -72,17 +72,17 @@ class Load:
     max_tokens: int
     """Longest completion."""
     prompt_tokens: int
-    """Longer than a block of the KV cache; otherwise no prefix is cached."""
+    """Prompt length, longer than a KV cache block, since otherwise no prefix is cached."""
     fence_every_s: float
     """Seconds between two fences."""
     dtype: Literal["float16", "float32"]
-    """Of the served weights and of the reference."""
+    """Dtype of the served weights and of the reference."""
     tolerance: float
     """Largest difference per token between the server and transformers, in nats."""
     undecided: float = UNDECIDED_LIMIT
     """Largest share of tokens at which the two states may be too close to tell apart."""
     quantization: Quantization | None = None
-    """What the server makes of the weights; transformers computes with what that stands for."""
+    """How the server quantizes the weights; transformers computes with the dequantized ones."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ class Answer:
     tokens: tuple[int, ...]
     """The prompt and the completion."""
     logprobs: torch.Tensor
-    """Of the completion's tokens, as returned by the server."""
+    """Log-probabilities of the completion's tokens, as returned by the server."""
     runs: tuple[tuple[int, int], ...]
-    """Each version, with the number of tokens in a row that name it."""
+    """Each reported version, with its number of consecutive tokens."""
     experts: torch.Tensor | None = None
-    """Of a mixture of experts, those of every token but the last, in ascending order: [T - 1, L, K]."""
+    """In a mixture of experts, the experts of every token but the last, in ascending order: [T - 1, L, K]."""
 
     @property
     def versions(self) -> list[int]:
-        """The version that each token names."""
+        """The reported version of each token."""
         return [version for version, count in self.runs for _ in range(count)]
 
     def moved(self) -> "Answer":
-        """Return it with the first token of each later version claimed for the version before."""
+        """Return a wrong answer: the first token of each later version is assigned to the preceding version."""
         claimed = [self.versions[0], *self.versions[:-1]]
         return replace(self, runs=tuple((version, len(list(run))) for version, run in itertools.groupby(claimed)))
 
@@ -120,11 +120,11 @@ class Verdict:
     neither: int = 0
     """Torn tokens, which match neither state."""
     mislabeled: int = 0
-    """Tokens that do not match the state of the version that they name."""
+    """Tokens that do not match the state of their reported version."""
     spanning: int = 0
     """Completions that span several versions."""
     largest_diff: float = 0.0
-    """Largest difference in nats between the server and the nearer state, over all tokens that are not torn."""
+    """Largest difference in nats between the server and the nearer state, over all tokens except torn ones."""
 
     @property
     def num_tokens(self) -> int:
@@ -139,17 +139,17 @@ class Alternation:
     server: LiveServer
     client: BridgeClient
     states: tuple[PreTrainedModel, PreTrainedModel]
-    """What the server computes with once a state is published."""
+    """The weights that the server computes with once a state is published."""
     written: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
     """The weights of each state."""
     parameters: Mapping[str, torch.Tensor]
     """The server's own memory."""
     published: dict[int, int]
-    """Version -> index of its state."""
+    """Index of the state of each version."""
 
     @torch.no_grad()
     def write(self, state: int, after_each: Callable[[], None] = lambda: None) -> None:
-        """Write a state over the served one, parameter by parameter."""
+        """Overwrite the served state with this one, parameter by parameter."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.written[state][name])
             after_each()
@@ -163,9 +163,9 @@ class Alternation:
         self.published[times.version] = state
 
     def under_load(self, load: Load, meanwhile: Callable[[], None]) -> list[Answer]:
-        """Generate, and call `meanwhile` repeatedly, until there are enough tokens and calls, and of both states.
+        """Generate, and call `meanwhile` repeatedly, until there are enough calls, and enough tokens of both states.
 
-        A busy machine may serve one state for most of a short load, so the share of each state is waited for.
+        On a busy machine, one state may be served for most of a short load, so this waits for each state's share.
         """
         first = max(self.published)
         generator = torch.Generator().manual_seed(0)
@@ -208,7 +208,7 @@ class Alternation:
         return verdict
 
     def misfits(self, answers: Sequence[Answer], tolerance: float) -> int:
-        """Return the number of tokens that kept keys and values of the versions that they name do not explain."""
+        """Return the number of tokens that do not match kept keys and values of their reported versions."""
 
         def states(answer: Answer) -> tuple[int, ...]:
             return tuple(self.published[version] for version, _ in answer.runs)
@@ -223,10 +223,10 @@ class Alternation:
 
     @torch.no_grad()
     def wrong_experts(self, answers: Sequence[Answer]) -> int:
-        """Return the number of tokens with other experts than those of the state that they name.
+        """Return the number of tokens whose experts differ from those of their reported state.
 
-        A prompt is of the version of its first sampled token, which restarts it. A sampled token's own experts are
-        those of the step that sampled the token behind it.
+        A prompt has the version of its first sampled token, which restarts it. A sampled token's own experts come from
+        the step that sampled the next token.
         """
         num_wrong = 0
         for answer in answers:
@@ -241,9 +241,9 @@ class Alternation:
 
     @torch.no_grad()
     def _with_kept_kv(self, answers: Sequence[Answer]) -> list[torch.Tensor]:
-        """Return the log-probabilities of completions whose runs are of the same states in the same order.
+        """Return the log-probabilities of completions whose runs have the same sequence of states.
 
-        Each run is computed over what the runs before have cached; padding behind the shorter runs is masked.
+        Each run is computed over the cache of the preceding runs; padding after shorter runs is masked.
         """
         device, cache = self.states[0].device, DynamicCache()
         starts = [len(answer.tokens) - len(answer.logprobs) for answer in answers]
@@ -289,7 +289,7 @@ class Alternation:
 def alternating(
     config: PretrainedConfig, folder: Path, load: Load, *flags: str, std: float = 0.08
 ) -> Iterator[Alternation]:
-    """Serve one state of a tiny model, and keep both at hand in transformers."""
+    """Serve one state of a tiny model, and load both states in transformers."""
     folders = [tiny.write(config, folder / f"state_{seed}", seed=seed, std=std) for seed in (0, 1)]
     flags = ("--enable-prefix-caching", *flags)
     with (
@@ -328,9 +328,9 @@ def finds_no_torn_token(alternation: Alternation, load: Load, in_flight: InFligh
 
 
 def keeps_what_is_in_flight(alternation: Alternation, load: Load) -> None:
-    """Alternate the states under load while requests keep their keys and values; every token must name its version.
+    """Alternate the states under load while requests keep keys and values; every token must report its true version.
 
-    To show that the check can fail, the border between two versions is moved by one token.
+    To show that the check can fail, the boundary between two versions is moved by one token.
     """
     before = max(alternation.published)
     answers = alternation.under_load(load, lambda: alternation.publish("keep", keep_kv=True))
@@ -346,9 +346,9 @@ def keeps_what_is_in_flight(alternation: Alternation, load: Load) -> None:
 
 
 def names_the_experts_of_its_version(alternation: Alternation, load: Load) -> None:
-    """Alternate the states of a mixture of experts; each token's experts must be those of the version that it names.
+    """Alternate the states of a mixture of experts; each token's experts must be those of its reported version.
 
-    To show that the check can fail, the border between two versions is moved by one token.
+    To show that the check can fail, the boundary between two versions is moved by one token.
     """
     before = max(alternation.published)
     answers = alternation.under_load(load, lambda: alternation.publish("keep"))
@@ -364,7 +364,7 @@ def names_the_experts_of_its_version(alternation: Alternation, load: Load) -> No
 
 
 def agrees_without_fences(alternation: Alternation, load: Load) -> None:
-    """Check that the tolerance has room: with constant weights, server and transformers stay within half of it."""
+    """Check that the tolerance has margin: with constant weights, server and transformers stay within half of it."""
     verdict = alternation.judge(alternation.under_load(load, lambda: None), load.tolerance)
     print("no fence", verdict)  # noqa: T201
     assert (verdict.neither, verdict.mislabeled) == (0, 0), verdict
@@ -374,7 +374,7 @@ def agrees_without_fences(alternation: Alternation, load: Load) -> None:
 def finds_torn_tokens_without_the_fence(alternation: Alternation, load: Load) -> None:
     """Check that the search can fail: write parameter by parameter while the server generates, and count torn tokens.
 
-    Afterwards one state is written behind the fence, and no torn token is left.
+    Afterwards one state is written inside the fence, and there must be no torn tokens.
     """
     states = [1, 0]
 
@@ -398,14 +398,14 @@ def _copy(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tenso
 
 @torch.no_grad()
 def _quantized(model: PreTrainedModel, attached: AttachedModel) -> PreTrainedModel:
-    """Return the model that a server computes with which serves `model` in FP8; its weights are written on the way.
+    """Return the model that a server effectively computes with if it serves `model` in FP8; this writes its weights.
 
-    vLLM's kernels round the inputs of a layer, too; only Bridge's own for blocks, on a CPU, does not.
+    vLLM's kernels also round a layer's inputs; only Bridge's block kernel for the CPU does not.
     """
     _copy(attached.parameters, dict(model.named_parameters()))
     quantized, tensors = attached.shard.quantized, attached.server_tensors
     is_plain = attached.device.type == "cpu" and "fp8_per_block" in quantized.values()
-    wide = model.dtype if is_plain else torch.float32  # which multiplies by weights that are rounded to that dtype
+    wide = model.dtype if is_plain else torch.float32  # for weights that are rounded to that dtype
     served = copy.deepcopy(model).to(wide)
     dequantized = {
         name: fp8.dequantized(*fp8.quantized(tensors[name], how), how, wide) for name, how in quantized.items()
@@ -423,7 +423,7 @@ def _quantized(model: PreTrainedModel, attached: AttachedModel) -> PreTrainedMod
 
 
 def _round_inputs(group: int, _: object, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Round a layer's inputs as vLLM does: to FP8, with a scale for each `group` of a row."""
+    """Round a layer's inputs like vLLM: to FP8, with one scale per `group` of a row."""
     groups = inputs[0].float().unflatten(-1, (-1, group))
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / fp8.LARGEST
     rounded = (groups / scales).to(torch.float8_e4m3fn).float() * scales
@@ -457,7 +457,7 @@ class _Requests:
         response = http.post(COMPLETIONS, json=body).raise_for_status()
         for choice in response.json()["choices"]:
             tokens, runs = (*prompt, *choice["token_ids"]), tuple(map(tuple, choice["versions"]))
-            if choice["token_ids"]:  # one that was aborted may have none
+            if choice["token_ids"]:  # an aborted one may have none
                 experts = None if self._shape is None else self._experts(choice["experts"], len(tokens) - 1)
                 yield Answer(tokens, torch.tensor(choice["logprobs"]["token_logprobs"]), runs, experts)
 

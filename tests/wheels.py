@@ -12,7 +12,7 @@ PACKAGES = {
     "bridge_environments": Path("environments/bridge_environments"),
     "bridge_patches": Path("patches/bridge_patches"),
 }
-"""Name of a package in the wheel -> its folder in the repository."""
+"""Folder in the repository of each package in the wheel."""
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 

@@ -42,7 +42,7 @@ def sizes() -> list[Size]:
 
 
 def main() -> None:
-    """Print one row a package, and their sum."""
+    """Print one row per package, and their sum."""
     measured = sizes()
     print(f"{'package':36} {'statements':>10} {'lines':>7} {'files':>6}")  # noqa: T201
     for package in [*sorted({size.file.parent for size in measured}), Path()]:

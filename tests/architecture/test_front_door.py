@@ -45,14 +45,14 @@ def _loaded(*command: str) -> set[str]:
     return set(document["modules"])
 
 
-def test_help_loads_no_command() -> None:
+def test_help_imports_no_command() -> None:
     loaded = _loaded()
     assert not loaded & {target.partition(":")[0] for target, _ in COMMANDS.values()}
     assert not HEAVY & loaded
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_loads_nothing_heavy(command: str) -> None:
+def test_help_of_a_command_imports_nothing_heavy(command: str) -> None:
     assert not HEAVY & _loaded(command)
 
 

@@ -29,13 +29,13 @@ def _tests_in(file: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_test_that_the_page_names_exists() -> None:
+def test_every_test_named_on_the_page_exists() -> None:
     references = NAMED.findall(PAGE)
     assert references
     assert [f"{file}::{name}" for file, name in references if name not in _tests_in(ROOT / file)] == []
 
 
-def test_every_cell_says_what_happens_and_what_shows_it() -> None:
+def test_every_cell_names_an_outcome_and_a_test() -> None:
     phases, *faults = table()
     assert len(phases) == 6
     assert len(faults) >= 15

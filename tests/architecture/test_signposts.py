@@ -89,19 +89,19 @@ def make_targets() -> list[str]:
     return re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-def test_what_is_named_exists() -> None:
+def test_every_named_file_test_and_flag_exists() -> None:
     stale_names = {f"{file.relative_to(ROOT)}: {name}" for file, text in texts() for name in stale(text, file)}
     assert sorted(stale_names) == []
 
 
-def test_every_link_of_a_page_leads_to_a_file() -> None:
+def test_every_link_points_to_a_file() -> None:
     links = [(page, link) for page in pages() for link in LINK.findall(page.read_text())]
     inside = [(page, link) for page, link in links if link and not link.startswith(OF_OTHERS)]
     assert len(inside) > 10
     assert [f"{page.name}: {link}" for page, link in inside if not (page.parent / link).exists()] == []
 
 
-def test_every_anchor_of_a_link_is_a_heading() -> None:
+def test_every_link_anchor_is_a_heading() -> None:
     links = [(page, *link) for page in pages() for link in ANCHOR.findall(page.read_text())]
     inside = [(page, path, anchor) for page, path, anchor in links if not path.startswith(OF_OTHERS)]
     assert inside
@@ -122,7 +122,7 @@ def test_the_site_has_every_page_of_the_docs() -> None:
     ("text", "expected"),
     [
         ("test_signposts.py", []),
-        ("tests/architecture/test_signposts.py::test_what_is_named_exists", []),
+        ("tests/architecture/test_signposts.py::test_every_named_file_test_and_flag_exists", []),
         ("tests/architecture/test_signposts.py::test_nothing", ["tests/architecture/test_signposts.py::test_nothing"]),
         ("test_nothing.py", ["test_nothing.py"]),
         ("vllm/no/such/file.py", []),
@@ -133,5 +133,5 @@ def test_the_site_has_every_page_of_the_docs() -> None:
         ("make no-such-target", ["make no-such-target"]),
     ],
 )
-def test_a_stale_name_is_recognized(text: str, expected: list[str]) -> None:
+def test_stale_names_are_detected(text: str, expected: list[str]) -> None:
     assert list(stale(text, Path(__file__))) == expected

@@ -61,7 +61,7 @@ def test_one_module_opens_connections_to_a_vllm_server() -> None:
     assert openers == {"bridge/server/client.py", atropos_api, to_itself}
 
 
-def test_no_file_names_a_place_beside_the_checkout() -> None:
+def test_no_file_names_a_path_outside_the_checkout() -> None:
     foreign = {}
     for file in _tracked_files():
         paths = _foreign_paths(file.read_text(errors="ignore"), ROOT)
@@ -79,16 +79,16 @@ def test_no_file_names_a_place_beside_the_checkout() -> None:
         ("a homeplace/notes", []),
     ],
 )
-def test_a_place_beside_the_checkout_is_recognized(text: str, expected: list[str]) -> None:
+def test_paths_outside_the_checkout_are_detected(text: str, expected: list[str]) -> None:
     assert _foreign_paths(text, Path("/place/checkout")) == expected
 
 
-def test_in_a_folder_that_all_share_only_the_checkout_itself_counts() -> None:
+def test_in_a_shared_folder_only_the_checkout_counts() -> None:
     assert _foreign_paths("/tmp/other and /tmp/checkout/bridge", Path("/tmp/checkout")) == ["/tmp/checkout/bridge"]
 
 
-def test_every_async_generator_is_closed_by_who_reads_it() -> None:
-    """One that asyncio closes at its end prints a traceback."""
+def test_every_async_generator_is_closed_by_its_consumer() -> None:
+    """An async generator that asyncio closes at exit prints a traceback."""
     loops, left_open = set(), set()
     for file in _python_files():
         tree = ast.parse(file.read_text())
@@ -108,8 +108,8 @@ def test_every_async_generator_is_closed_by_who_reads_it() -> None:
     assert left_open == set()
 
 
-def test_every_python_that_we_start_ignores_the_current_folder() -> None:
-    """A user's module `bridge`, or one with the name of a library, would take the place of the real one."""
+def test_child_pythons_ignore_the_current_folder() -> None:
+    """Otherwise a user's module named `bridge`, or like a library, would shadow the real one."""
     starts = {
         f"{file}:{node.lineno}": {element.value for element in node.elts if isinstance(element, ast.Constant)}
         for file in _python_files()

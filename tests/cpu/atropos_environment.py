@@ -17,7 +17,7 @@ INTERLUDE = " tool: go on "
 
 @dataclass
 class Sequence:
-    """What the model read and wrote."""
+    """The tokens that the model read and wrote."""
 
     tokens: list[int]
     masks: list[int]
@@ -43,7 +43,7 @@ class Letters(BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
-        """Return one server, and not a list, as Atropos' own GSM8K does."""
+        """Return a single server instead of a list, like Atropos' own GSM8K."""
         config = BaseEnvConfig(use_wandb=False, wandb_name=cls.name, total_steps=-1)
         return config, APIServerConfig(base_url="http://localhost:9001/v1", api_key="x")
 
@@ -66,7 +66,7 @@ class Letters(BaseEnv):
         return group, []
 
     async def evaluate(self, *_: Any, **__: Any) -> None:
-        """Evaluate nothing."""
+        """Do nothing: there is no evaluation."""
 
     def _score(self, written: list[int]) -> float:
         text = self.tokenizer.decode(written, skip_special_tokens=True)

@@ -1,7 +1,8 @@
-"""Servers shared between tests: one of each kind is started, and every test finds it with its initial weights.
+"""Servers shared between tests: one of each kind is started, and every test gets it with its initial weights.
 
-Within a kind, tests marked `kills_the_server` run last. In `make test` at most two vLLMs run at a time: that of
-`llama`, and beside it first those of tests that start their own, then that of `lora_llama`. Slow tests run in parallel.
+Within a kind, tests marked `kills_the_server` run last. In `make test` at most two vLLMs run at a time: the one of
+`llama`, and in parallel first those of tests that start their own, then the one of `lora_llama`. Slow tests run in
+parallel.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def with_lora(folder: Path) -> AbstractContextManager[LiveServer]:
 
 
 KINDS: dict[str, Callable[[Path], AbstractContextManager[LiveServer]]] = {"llama": plain, "lora_llama": with_lora}
-"""Fixture -> how to start its server."""
+"""How to start the server of each fixture."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,7 +57,7 @@ def _kind(item: pytest.Item) -> str:
 
 
 class Servers:
-    """Runs one server at a time, of the kind that was last requested."""
+    """Runs one server at a time, of the most recently requested kind."""
 
     def __init__(self, folder: Callable[[str], Path]) -> None:
         self._folder = folder
@@ -83,7 +84,7 @@ class Servers:
         self._first = {name: tensor.clone() for name, tensor in self._attached.server_tensors.items()}
 
     def _is_restored(self) -> bool:
-        """Write the initial weights again. Return False if the server is dead or torn."""
+        """Restore the initial weights. Return False if the server is dead or torn."""
         if not self._server.child.is_alive():
             return False
         with BridgeClient(self._server.manifest, timeout_s=60) as client:
@@ -121,6 +122,6 @@ def llama(servers: Servers) -> LiveServer:
 
 @pytest.fixture
 def lora_llama(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
-    """The same with LoRA and behind an API key, which is in the environment of the test's commands and clients."""
+    """The same model with LoRA and an API key, which is in the environment of the test's commands and clients."""
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     return servers.of("lora_llama")

@@ -33,7 +33,7 @@ class DemoServer:
     pid: int
 
     def begin_again(self) -> None:
-        """Load the initial weights into the live ones, and publish them as a version of their own."""
+        """Load the initial weights into the live ones, and publish them as a new version."""
         exported = manifest.load(self.manifest)
         live = attach(exported).model
         with BridgeClient(exported, timeout_s=60) as client:
@@ -52,7 +52,7 @@ class DemoServer:
 
 @contextmanager
 def served(folder: Path, *flags: str) -> Iterator[DemoServer]:
-    """Run a server for the demo's model, which is built once and kept."""
+    """Run a server for the demo's model, which is built once and cached."""
     model = demo_model.make(demo_model.cache_folder(), progress=lambda *_: None)
     exported = folder / manifest.MANIFEST_NAME
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)

@@ -1,6 +1,6 @@
-"""Failures during a run on the real vLLM, through the command line: one clear line, and nothing is lost.
+"""Failures during a run on the real vLLM, through the command line: each gives one clear line, and loses nothing.
 
-Not covered: what is refused before a run begins, and Ctrl-C on `bridge run` (`tests/cli/test_refusals.py`).
+Not covered: refusals before a run begins, and Ctrl-C on `bridge run` (`tests/cli/test_refusals.py`).
 """
 
 import json
@@ -40,7 +40,7 @@ TRAINER_LIMIT_S = 240.0
 """A trainer that hangs is killed after this time, and its test fails."""
 ORPHANS_LIMIT_S = 60.0
 KILLED_AFTER_S = 8
-"""Longer than such a step takes to reach its fence on a busy machine."""
+"""Longer than a step takes to reach its fence on a busy machine."""
 CALL_LIMIT_S = 15
 ENVIRONMENT = """
 import math, os, signal, threading
@@ -101,30 +101,30 @@ class Trainer:
     """The lines that it prints to stderr, each once."""
 
     def wait_for(self, line: str) -> None:
-        """Read its stderr until a line begins with `line`."""
+        """Read the trainer's stderr until a line begins with `line`."""
         if not any(text.startswith(line) for text in self.lines):
             raise AssertionError(self.process.stderr)
 
     def ended(self, expect: int) -> list[str]:
-        """Wait for its end, and return the remaining lines of stderr that are not empty."""
+        """Wait for the trainer to end, and return the remaining nonempty lines of stderr."""
         code, stderr = self.process.wait(TRAINER_LIMIT_S), self.process.stderr
         assert code == expect, f"exit code {code}, expected {expect}\n{stderr}"
         assert "Traceback" not in stderr, stderr
         return [line for line in self.lines if line]
 
     def fault(self, expect: int) -> str:
-        """Wait for its end with one error and one hint, and return the error."""
+        """Wait for the trainer to end with one error and one hint, and return the error."""
         lines = self.ended(expect)
         assert [line.partition(":")[0] for line in lines[-2:]] == ["error", "hint"], lines
         assert sum(line.startswith(("error:", "hint:")) for line in lines) == 2, lines
         return lines[-2]
 
     def steps(self) -> list[int]:
-        """Return the steps in its metrics."""
+        """Return the steps in the run's metrics."""
         return [json.loads(line)["step"] for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
     def saved(self, step: int) -> PreTrainedModel:
-        """Load its only checkpoint, which must be of `step`, in plain transformers."""
+        """Load the run's only checkpoint, which must be of `step`, with transformers."""
         assert [folder.name for folder in (self.folder / "saved").iterdir()] == [f"step_{step}"]
         return scenarios.loaded(self.folder / "saved" / f"step_{step}")
 
@@ -140,7 +140,12 @@ def training(
         *("train", "--model-name", server.manifest.model, "--vllm-config-path", server.path),
         *("--environment", "accident.py:Accident", "--training-steps", str(steps), "--lr", "1e-3"),
         *("--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "64"),
-        *("--reward-processes", "1", "--max-unscored-share", "0"),  # one counts the scores; the first failure ends it
+        *(
+            "--reward-processes",
+            "1",
+            "--max-unscored-share",
+            "0",
+        ),  # a single process counts the scores, and the first failure ends the run
         *("--run-dir", "run", "--save-path", "saved", *flags),
     ]
     process = Command(arguments, folder, program=program)
@@ -169,7 +174,7 @@ def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> No
     ],
     ids=["a NaN", "an exception"],
 )
-def test_a_bad_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, message: str) -> None:
+def test_invalid_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, message: str) -> None:
     before = llama.status().version
     with training(llama, tmp_path, accident=accident) as trainer:
         assert message in trainer.fault(expect=2)
@@ -189,9 +194,7 @@ def test_ctrl_c_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> No
     check_served(llama, trainer.saved(last), before + last)
 
 
-def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its_turn(
-    llama: LiveServer, tmp_path: Path
-) -> None:
+def test_second_writer_is_refused_and_verify_waits(llama: LiveServer, tmp_path: Path) -> None:
     before, second = llama.status().version, tmp_path / "second"
     second.mkdir()
     with training(llama, tmp_path, steps=500) as trainer:
@@ -215,7 +218,7 @@ def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its
     assert llama.status().lease is None
 
 
-def test_a_terminal_that_closes_while_weights_are_written_costs_no_version(llama: LiveServer, tmp_path: Path) -> None:
+def test_closed_terminal_during_a_write_costs_no_version(llama: LiveServer, tmp_path: Path) -> None:
     before = llama.status().version
     with training(llama, tmp_path, program=HUNG_UP_WHILE_IT_WRITES) as trainer:
         assert trainer.ended(expect=129)[-1] == "interrupted"
@@ -223,7 +226,7 @@ def test_a_terminal_that_closes_while_weights_are_written_costs_no_version(llama
     check_served(llama, trainer.saved(3), before + 3)
 
 
-def test_a_trainer_killed_while_its_pause_is_pending_leaves_a_server_that_serves(llama: LiveServer) -> None:
+def test_trainer_killed_during_a_pause_leaves_a_live_server(llama: LiveServer) -> None:
     before, request = llama.status(), {**LONG, "model": llama.manifest.model}
     url = f"{llama.manifest.url}/v1/completions"
     child = subprocess.Popen(
@@ -235,7 +238,7 @@ def test_a_trainer_killed_while_its_pause_is_pending_leaves_a_server_that_serves
 
     def answered() -> bool:
         with httpx.stream("POST", url, json=request, timeout=TRAINER_LIMIT_S, trust_env=False) as answer:
-            for _ in answer.iter_raw():  # not parsed: that would keep this process too busy to kill in time
+            for _ in answer.iter_raw():  # not parsed, since that would delay the kill
                 begun.set()
         return answer.is_success
 
@@ -263,7 +266,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_vllm_that_cannot_free_its_kv_cache_says_so_and_never_pauses(llama: LiveServer) -> None:
+def test_vllm_without_sleep_mode_refuses_and_never_pauses(llama: LiveServer) -> None:
     before = llama.status()
     assert not before.can_sleep
     with (
@@ -275,7 +278,7 @@ def test_a_vllm_that_cannot_free_its_kv_cache_says_so_and_never_pauses(llama: Li
     assert llama.status() == before
 
 
-def test_what_fails_inside_of_the_fence_before_it_writes_costs_no_version(llama: LiveServer) -> None:
+def test_failure_in_the_fence_before_a_write_costs_no_version(llama: LiveServer) -> None:
     before, samples = llama.status(), llama.sample()
 
     def prepare() -> None:
@@ -288,7 +291,7 @@ def test_what_fails_inside_of_the_fence_before_it_writes_costs_no_version(llama:
     assert scenarios.same_samples(llama.sample(), samples)
 
 
-def test_a_trainer_of_another_model_leaves_server_and_folder_as_they_were(llama: LiveServer, tmp_path: Path) -> None:
+def test_trainer_of_another_model_changes_nothing(llama: LiveServer, tmp_path: Path) -> None:
     before = llama.status()
     other = tiny.write(tiny.qwen2(), tmp_path / "other")
     with training(llama, tmp_path, "--model-name", str(other)) as trainer:
@@ -300,9 +303,7 @@ def test_a_trainer_of_another_model_leaves_server_and_folder_as_they_were(llama:
 
 
 @pytest.mark.kills_the_server
-def test_a_server_killed_in_mid_run_costs_no_published_step_and_leaves_a_stale_manifest(
-    llama: LiveServer, tmp_path: Path
-) -> None:
+def test_server_killed_during_a_run_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> None:
     family = psutil.Process(llama.child.process.pid).children(recursive=True)
     assert engines(family)
     with training(llama, tmp_path, steps=500) as trainer:
@@ -320,9 +321,9 @@ def test_a_server_killed_in_mid_run_costs_no_published_step_and_leaves_a_stale_m
 
 
 @pytest.mark.kills_the_server
-def test_an_engine_killed_in_the_fence_ends_the_trainer_in_good_time(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_engine_killed_in_the_fence_ends_the_trainer_quickly(lora_llama: LiveServer, tmp_path: Path) -> None:
     (engine,) = engines(psutil.Process(lora_llama.child.process.pid).children(recursive=True))
-    # Stopped now and killed later, the engine dies while it is asked to pause: vLLM never answers such a call.
+    # Stopped now and killed later, the engine dies during the pause request, which vLLM then never answers.
     later = f"threading.Timer({KILLED_AFTER_S}, os.kill, ({engine.pid}, signal.SIGKILL)).start()"
     accident = f"{later} or os.kill({engine.pid}, signal.SIGSTOP) or 0.0"
     with training(lora_llama, tmp_path, "--request-timeout-s", str(CALL_LIMIT_S), accident=accident) as trainer:

@@ -1,4 +1,4 @@
-"""Atropos as released on PyPI, end to end: its API, one of its environments, our server and our trainer.
+"""Atropos as released on PyPI, end to end: its API, one of its environments, Bridge's server and trainer.
 
 Not covered: failures (`tests/unit/atropos/`), and environments of `bridge env` (`tests/cli/test_env.py`).
 """
@@ -27,13 +27,13 @@ RUN_LIMIT_S = 400.0
 STEPS = 5
 BATCH_SIZE, GROUP_SIZE = 32, 4
 MOST_SAMPLED = BATCH_SIZE * 2 * 8
-"""The most tokens of a batch that the model can have sampled, in two turns of eight; it read more than that."""
+"""The most tokens per batch that the model can sample in two turns of eight tokens; it reads more than that."""
 LR = "3e-5"
-"""Environments run ahead: samples that are several steps old must still agree with the trainer."""
+"""Environments run ahead, so samples that are several steps old must still agree with the trainer."""
 ENVIRONMENT = Path(__file__).with_name("atropos_environment.py")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "atropos.md"
 REPOSITORY = "ATROPOS_REPOSITORY"
-"""Variable with the path of a checkout of https://github.com/NousResearch/atropos: the package has no environments."""
+"""Variable with a checkout of https://github.com/NousResearch/atropos, whose package has no environments."""
 GSM8K = """
 import datasets, runpy, sys
 rows = [{"question": f"What is {n} - {n - 1}?", "answer": "It is 1. #### 1"} for n in range(30)]
@@ -41,14 +41,14 @@ datasets.load_dataset = lambda *_, **__: datasets.Dataset.from_list(rows)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs an environment's file with these rows in place of the hub's dataset."""
+"""Runs an environment's file with these rows instead of the hub's dataset."""
 SOME_RIGHT = ("\\boxed{1}", *(f"{one}{other} " for one in "bdfgklmnpr" for other in "aeiouyst"))
-"""Words of a model whose completions are right if they have the first: about half of them."""
+"""The vocabulary of a model; completions with the first word are right, about half of them."""
 
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer, tmp_path: Path) -> None:
+def test_atropos_environment_is_trained_on_in_place(llama: LiveServer, tmp_path: Path) -> None:
     with api(tmp_path) as url:
         with environment(tmp_path, url, llama) as player:
             output = train(llama, tmp_path, url)
@@ -63,7 +63,7 @@ def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer,
 
 
 @pytest.mark.slow
-def test_gsm8k_of_atropos_is_trained_on_unmodified(tmp_path: Path) -> None:
+def test_unmodified_atropos_gsm8k_is_trained_on(tmp_path: Path) -> None:
     file = Path(os.environ.get(REPOSITORY, "")) / "environments" / "gsm8k_server.py"
     if not os.environ.get(REPOSITORY) or not file.is_file():
         pytest.skip(f"no Atropos: git clone https://github.com/NousResearch/atropos, and {REPOSITORY}=atropos")
@@ -80,7 +80,7 @@ def test_gsm8k_of_atropos_is_trained_on_unmodified(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_environment_samples_from_every_server_of_a_run(tmp_path: Path) -> None:
+def test_atropos_environment_samples_from_every_server(tmp_path: Path) -> None:
     model, run, steps = tiny.write(tiny.llama(), tmp_path / "model", std=0.06), tmp_path / "run", 3
     port = next(port for _ in count() if is_free(1 + (port := free_port("127.0.0.1"))))
     with api(tmp_path) as url:

@@ -1,4 +1,4 @@
-"""The installed wheel, as a user has it: `bridge demo` and a script of the library, beside a user's own modules.
+"""The wheel as a user installs it: `bridge demo` and a script with the library, beside the user's own modules.
 
 The demo builds its model, trains it in place on a compiled vLLM, learns, and verifies.
 """
@@ -17,7 +17,7 @@ from tests import wheels
 from tests.models import tiny
 
 STEPS = 24
-"""Fewer than the demo's default, and enough to pass."""
+"""Number of steps: fewer than the demo's default, but enough to pass."""
 LIMIT_S = 600
 SCRIPT = """
 import bridge, cli, environments.mine, patches
@@ -28,7 +28,7 @@ with bridge.serve("model", "--enforce-eager", max_model_len=64) as policy:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment with the wheel, which has every other package from this one."""
+    """Return the `bin` folder of an environment with the wheel, which uses this one's other packages."""
     folder = tmp_path_factory.mktemp("installed")
     environment = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
@@ -44,7 +44,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crowded(tmp_path: Path) -> Path:
-    """A folder with the user's own modules `cli`, `environments` and `patches`."""
+    """Return a folder with the user's own modules `cli`, `environments` and `patches`."""
     (tmp_path / "cli.py").write_text("MINE = 'my cli'\n")
     for name in ("environments", "patches"):
         (tmp_path / name).mkdir()
@@ -62,7 +62,7 @@ def ended(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedPr
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_the_demo_of_the_wheel_passes(installed: Path, crowded: Path) -> None:
+def test_demo_of_the_wheel_passes(installed: Path, crowded: Path) -> None:
     done = ended([installed / "bridge", "demo", "--out", "demo", "--steps", str(STEPS), "--json"], crowded)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -73,7 +73,7 @@ def test_the_demo_of_the_wheel_passes(installed: Path, crowded: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_a_script_of_the_wheel_attaches_in_place(installed: Path, crowded: Path) -> None:
+def test_script_with_the_wheel_attaches_in_place(installed: Path, crowded: Path) -> None:
     tiny.write(tiny.llama(), crowded / "model")
     (crowded / "script.py").write_text(SCRIPT)
     done = ended([installed / "python", "script.py"], crowded)

@@ -1,4 +1,4 @@
-"""What the engine sends of each request, read by vLLM's own decoder."""
+"""The engine's outputs for each request, read by vLLM's own decoder."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from bridge_patches.engine_outputs import AT_ONCE, FILTERED, MOST_HELD, ROLLOUT,
 
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore what is replaced after the test."""
+    """Undo the patches after the test."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc  # takes four seconds, too slow for collection
     from vllm.v1.outputs import LogprobsLists
@@ -37,7 +37,7 @@ def lists(num_rows: int, num_columns: int, starts: list[int] | None = None) -> A
 
 
 def output(step: Any, request: int, count: int = 1, *, id_: str = "cmpl-1", **given: Any) -> Any:
-    """Return what the scheduler makes of one request's part of a step."""
+    """Return the scheduler's output for one request in a step."""
     from vllm.v1.engine import EngineCoreOutput
 
     first = request if step.cu_num_generated_tokens is None else step.cu_num_generated_tokens[request]
@@ -48,7 +48,7 @@ def output(step: Any, request: int, count: int = 1, *, id_: str = "cmpl-1", **gi
 
 
 def received(outputs: Sequence[Any]) -> list[Any]:
-    """Return what arrives of what is sent."""
+    """Encode and decode outputs, and return what arrives."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -58,7 +58,7 @@ def received(outputs: Sequence[Any]) -> list[Any]:
 
 
 def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return vLLM's `update_from_output`, wrapped, that returns these outputs one after the other."""
+    """Wrap an `update_from_output` of vLLM that returns these outputs one after the other."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
 
@@ -72,7 +72,7 @@ def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.Monke
 
 
 def columns(request_output: Any) -> tuple[list[int], list[float], list[int]]:
-    """Return the sampled tokens' ids, log-probabilities and ranks, or what is in their place."""
+    """Return the sampled tokens' ids, log-probabilities and ranks, or the values sent instead of ranks."""
     arrived = request_output.new_logprobs
     return (
         arrived.logprob_token_ids[:, 0].tolist(),
@@ -81,8 +81,8 @@ def columns(request_output: Any) -> tuple[list[int], list[float], list[int]]:
     )
 
 
-def test_vllm_reads_what_it_would_have_written() -> None:
-    one, top = lists(64, 1), lists(3, 100)  # vLLM sends the second outside of the message, as it is too large
+def test_vllm_decodes_the_patched_output_like_its_own() -> None:
+    one, top = lists(64, 1), lists(3, 100)  # vLLM sends the second, large one outside of the message
     several = lists(7, 2, [0, 3, 4, 7])
     steps = [
         (one, [(request, 1) for request in range(64)]),
@@ -106,7 +106,7 @@ def test_vllm_reads_what_it_would_have_written() -> None:
             assert np.array_equal(one_array, other)
 
 
-def test_a_rollout_sends_its_tokens_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_output_has_the_version_of_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, FinishReason
     from vllm.v1.metrics.stats import PrefillStats
 
@@ -117,7 +117,7 @@ def test_a_rollout_sends_its_tokens_with_their_versions(monkeypatch: pytest.Monk
     )
     for number in range(MOST_HELD + 3):
         monkeypatch.setattr(engine_outputs, "_version", 7 + (number >= 10))
-        step = lists(5 + number % 2, 1 + number % 3)  # other requests come, go, and want alternatives
+        step = lists(5 + number % 2, 1 + number % 3)  # other requests start, end, and request alternatives
         given = {
             0: {"events": [queued], "prefill_stats": PrefillStats(num_prompt_tokens=9)},
             4: {"events": [preempted]},
@@ -138,7 +138,7 @@ def test_a_rollout_sends_its_tokens_with_their_versions(monkeypatch: pytest.Monk
     assert not outbox._held
 
 
-def test_several_tokens_of_a_step_of_speculation_are_held_alike() -> None:
+def test_tokens_of_a_speculative_step_are_held_together() -> None:
     engine_outputs.collect()
     outbox, step = Outbox(), lists(7, 2, [0, 3, 4, 7])
     assert not outbox.due([output(step, 0, 3, id_=ROLLOUT), output(step, 2, 3, id_=f"{ROLLOUT}2")])
@@ -150,17 +150,17 @@ def test_several_tokens_of_a_step_of_speculation_are_held_alike() -> None:
     assert columns(second)[1] == step.logprobs[4:7, 0].tolist()
 
 
-def test_what_is_held_does_not_keep_the_arrays_of_its_step() -> None:
+def test_held_tokens_do_not_keep_the_steps_arrays_alive() -> None:
     engine_outputs.collect()
     outbox, part = Outbox(), output(lists(3, 1), 1, id_=ROLLOUT)
     step = ref(part.new_logprobs.step)
     assert not outbox.due([part])
-    output(lists(3, 1), 0)  # vLLM goes on to the next step
+    output(lists(3, 1), 0)  # vLLM continues with the next step
     del part
     assert step() is None
 
 
-def test_nan_logits_are_counted_over_all_held_steps() -> None:
+def test_nan_logits_are_counted_over_held_steps() -> None:
     engine_outputs.collect()
     outbox, step = Outbox(), lists(3, 1)
     for number in (0, 3, 0):
@@ -169,14 +169,14 @@ def test_nan_logits_are_counted_over_all_held_steps() -> None:
     assert (len(request_output.new_token_ids), request_output.num_nans_in_logits) == (3, 3)
 
 
-def test_tokens_in_whose_text_stops_are_looked_for_do_not_wait() -> None:
+def test_tokens_checked_for_stop_strings_are_not_held() -> None:
     engine_outputs.collect()
     step = lists(3, 1)
     (request_output,) = received(Outbox().due([output(step, 1, id_=f"{ROLLOUT}{AT_ONCE}x")]))
     assert columns(request_output) == (request_output.new_token_ids, step.logprobs[1].tolist(), [0])
 
 
-def test_an_aborted_request_sends_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_request_sends_its_held_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import FinishReason
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -200,7 +200,7 @@ def test_an_aborted_request_sends_what_it_holds(monkeypatch: pytest.MonkeyPatch)
     assert ended == [([aborted, "other"], 4, FinishReason.ABORT), ([aborted], 4, FinishReason.ABORT)]
 
 
-def test_what_nobody_waits_for_is_dropped() -> None:
+def test_outputs_without_a_receiver_are_dropped() -> None:
     engine_outputs.collect()
     outbox, step = Outbox(), lists(9, 1)
     ids = [f"{ROLLOUT}{number}" for number in range(9)]
@@ -209,7 +209,7 @@ def test_what_nobody_waits_for_is_dropped() -> None:
     assert [request_output.request_id for request_output in outbox.rest(ids)] == ids[:2]
 
 
-def test_ranks_and_what_was_kept_come_apart_as_they_were_packed() -> None:
+def test_ranks_and_kept_words_unpack_as_they_were_packed() -> None:
     ranks, counts = torch.tensor([1, 7, 151_936, 2**20 - 1]), torch.tensor([1, 20, 262_144, 9])
     limits = torch.tensor([-0.125, 17.3, filter_thresholds.KEEP_ALL, 1e-3])
     back = filter_thresholds.unpack(filter_thresholds.pack(ranks, limits, counts).numpy())
@@ -219,7 +219,7 @@ def test_ranks_and_what_was_kept_come_apart_as_they_were_packed() -> None:
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_each_kind_of_request_gets_its_own_in_place_of_ranks(
+def test_each_kind_of_request_gets_its_values_instead_of_ranks(
     monkeypatch: pytest.MonkeyPatch, *, is_packed: bool
 ) -> None:
     monkeypatch.setattr(engine_outputs, "_version", 2**20 + 5)  # the last bits are sent
@@ -241,7 +241,7 @@ def test_each_kind_of_request_gets_its_own_in_place_of_ranks(
         assert not counts.any(), "unknown"
 
 
-def test_a_threshold_is_between_kept_and_dropped_logits() -> None:
+def test_threshold_is_between_kept_and_dropped_logits() -> None:
     inf = torch.inf
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0], [4.0, 4.0, 4.0, 4.0], [1.0, 0.0, 2.0, 3.0]])
     processed = torch.tensor([[0.0, -inf, -1.0, -inf], [-1.4, -1.4, -1.4, -1.4], [-inf, -inf, -inf, 0.0]])
@@ -251,7 +251,7 @@ def test_a_threshold_is_between_kept_and_dropped_logits() -> None:
 
 
 class SecondRunner:
-    """vLLM's sampler of its second model runner, as far as it is wrapped: it keeps the likelier half."""
+    """A stand-in for the sampler of vLLM's second model runner, which keeps the likelier half of the words."""
 
     def __init__(self, top_p: float) -> None:
         def both(value: float) -> Any:
@@ -271,13 +271,13 @@ class SecondRunner:
 
 
 class Tensors(NamedTuple):
-    """Stands in for vLLM's `LogprobsTensors`."""
+    """A stand-in for vLLM's `LogprobsTensors`."""
 
     selected_token_ranks: Any
 
 
 @pytest.mark.parametrize(("top_p", "is_filtered"), [(0.9, True), (1.0, False)])
-def test_a_sampler_reports_what_a_filtered_step_kept(top_p: float, *, is_filtered: bool) -> None:
+def test_sampler_reports_the_words_that_filters_kept(top_p: float, *, is_filtered: bool) -> None:
     class Wrapped(SecondRunner):
         pass
 
@@ -290,7 +290,7 @@ def test_a_sampler_reports_what_a_filtered_step_kept(top_p: float, *, is_filtere
     assert packed.tolist() == [1] if not is_filtered else (ranks, limit, counts) == (1, 3.0, 2)
 
 
-def test_nothing_changes_in_a_process_that_sends_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_outputs_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.outputs import LogprobsLists
 

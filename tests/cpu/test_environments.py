@@ -10,10 +10,10 @@ from tests import scenarios
 from tests.scenarios import LiveServer
 
 REWARDS = "def uneven(problem, completion):\n    return sum(map(ord, completion)) % 10 / 10\n"
-"""Groups always have a gradient; random weights solve nothing."""
+"""Flags that always give groups a gradient, since random weights solve nothing."""
 
 
-def test_the_bundled_problems_are_trained_on_end_to_end(llama: LiveServer, tmp_path: Path) -> None:
+def test_bundled_problems_are_trained_on_end_to_end(llama: LiveServer, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     scenarios.trained(
         llama,

@@ -17,13 +17,13 @@ from tests.models.families import FAMILIES, VARIANTS, WITH_VISION
 
 pytestmark = pytest.mark.slow
 ONE_OF_EACH_KIND = "Mixtral", "Phi-2", "Phi-3", "Gemma 3 (text)", "DeepSeek-V2-Lite"
-"""Experts; biases and layer norms; fused layers; windows and norms of queries and keys; latent attention."""
+"""Families that cover experts; biases and layer norms; fused layers; windows, query and key norms; latent attention."""
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.core) if name in ONE_OF_EACH_KIND else name for name in FAMILIES]
 )
-def test_a_family_trains_in_place_and_equals_its_checkpoint(
+def test_family_trains_in_place_and_matches_its_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     is_recorded = pytestconfig.getoption("--record-families")
@@ -36,13 +36,16 @@ def test_a_family_trains_in_place_and_equals_its_checkpoint(
         family_results.record(family, result)
 
 
-def test_weights_that_vllm_derives_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_derived_vllm_weights_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absorbed latent attention computes with derived projections, which no training step would update."""
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
     model = tiny.write(FAMILIES["DeepSeek-V2-Lite"](), tmp_path / "model")
     port = str(free_port("127.0.0.1"))
     flags_of_server = ("--port", port, "--vllm-config-path", tmp_path / MANIFEST_NAME)
-    kernel = ("--attention-backend", "CPU_MLA")  # that of a CPU with AMX takes no widths but multiples of 32
+    kernel = (
+        "--attention-backend",
+        "CPU_MLA",
+    )  # with AMX, the default kernel supports only widths that are multiples of 32
     flags = ("--model", model, *flags_of_server, "--", *scenarios.EAGER, *kernel)
     refusal = scenarios.bridge("serve-vllm", *flags, folder=tmp_path, expect=UnsupportedModelError.exit_code)
     assert "W_UK_T" in refusal.stderr

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p on the real vLLM on the CPU: the trainer computes the distribution that was sampled from."""
+"""Top-k, top-p and min-p on the real vLLM on the CPU: the trainer computes the distribution that was sampled."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ PROMPTS = ["say 1:", "say 2:", "count to three:"]
 LENGTH, GROUP, TEMPERATURE = 24, 16, 0.8
 ALL: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
 MOST = 30
-"""Of 301 words: words whose logits are equal to that of the twentieth are kept, too."""
+"""A filter of 301 words; words whose logit equals the twentieth's are kept, too."""
 LARGEST = 0.05
 """Nats, of any token: 0.028 were measured among 1,152 tokens, and 0.006 on average. Which is largest is left to chance,
 so each sample is compared with this, and not with another one."""
@@ -54,11 +54,11 @@ def sampled(policy: bridge.Policy) -> list[MicroBatch]:
 
 @torch.no_grad()
 def differences(policy: bridge.Policy, batches: list[MicroBatch]) -> Tensor:
-    """Return |log-probability of the server - of the trainer| of each token, in nats."""
+    """Return the absolute difference of the server's and the trainer's log-probability per token, in nats."""
     return torch.cat([(policy.logprobs(batch)[0] - batch.sampled_logprobs_N).abs() for batch in batches])
 
 
-def test_the_mismatch_is_as_small_as_without_filters(llama: LiveServer) -> None:
+def test_mismatch_with_filters_is_as_small_as_without(llama: LiveServer) -> None:
     with bridge.attach(llama.path, sampling=config()) as policy:
         plain = differences(policy, sampled(policy))
     for filters in CHOICES:
@@ -72,8 +72,8 @@ def test_the_mismatch_is_as_small_as_without_filters(llama: LiveServer) -> None:
         assert whole.mean() > 10 * plain.mean(), "log-probabilities over the vocabulary are others"
 
 
-def test_what_is_kept_is_what_the_filters_mean(llama: LiveServer) -> None:
-    """Computed from the model's own logits: the tokens above a threshold are what each filter is defined to keep."""
+def test_kept_words_match_the_filters_definitions(llama: LiveServer) -> None:
+    """The number of the model's own logits above a threshold must match the definition of each filter."""
     model = scenarios.loaded(Path(llama.manifest.model))
     for filters in CHOICES:
         with bridge.attach(llama.path, sampling=config(**filters)) as policy:
@@ -84,7 +84,7 @@ def test_what_is_kept_is_what_the_filters_mean(llama: LiveServer) -> None:
                 logits = model(input_ids=ids).logits[0, len(group.prompt_token_ids) - 1 : -1].float() / TEMPERATURE
             expected = expected_counts(logits, **filters)
             counts = torch.tensor([count for _, count in completion.kept])
-            assert (counts - expected).abs().float().mean() < 2, (filters, counts, expected)  # logits round
+            assert (counts - expected).abs().float().mean() < 2, (filters, counts, expected)  # logits are rounded
             thresholds = torch.tensor([threshold for threshold, _ in completion.kept])
             above = (logits >= thresholds.unsqueeze(1)).sum(dim=1)
             assert (above - counts).abs().float().mean() < 2, (filters, above, counts)
@@ -97,8 +97,8 @@ def expected_counts(logits: Tensor, top_k: int = 10**6, top_p: float = 1.0, min_
     return ((chances.cumsum(dim=1) - chances < top_p) & (chances > 0)).sum(dim=1)
 
 
-def test_filtered_requests_and_others_share_steps(llama: LiveServer) -> None:
-    """Each gets its own: kept words and versions, and nothing where a filter can drop nothing."""
+def test_filtered_and_unfiltered_requests_share_steps(llama: LiveServer) -> None:
+    """Each request gets its own kept words and versions; requests whose filters can drop nothing get no kept words."""
     fields = {"model": llama.manifest.model, "prompt": [5, 6, 7], "n": 8, "max_tokens": 40, "temperature": 1.0}
     calls = [({}, COMPLETIONS), (ALL, COMPLETIONS), ({"top_k": 10**6}, COMPLETIONS)]
     calls.append(({"top_p": 0.5, "logprobs": 2}, "/v1/completions"))
@@ -142,7 +142,7 @@ def test_filtered_rollouts_are_trained_on(
     choices = {"training_steps": 8, "eval_samples": 8, "updates_per_batch": 2, "top_p": 0.9, "top_k": 8, **mode}
     summary = demo.train(tmp_path, steps.append, **choices)
     assert len(steps) == 8
-    limit = 0.2 if "max_staleness" in mode else scenarios.PARITY_LIMIT  # stale rollouts are of other weights
+    limit = 0.2 if "max_staleness" in mode else scenarios.PARITY_LIMIT  # stale rollouts come from other weights
     assert max(step.logprob_diff_mean for step in steps) < limit
     assert summary.reward_before is not None
     assert summary.reward_after is not None

@@ -1,4 +1,4 @@
-"""Memory stays flat over a long run, in the trainer and in all of the server's processes.
+"""Memory does not grow over a long run, neither in the trainer nor in any of the server's processes.
 
 Not covered: GPU memory (`tests/gpu/test_flat_memory.py`).
 """
@@ -16,21 +16,21 @@ from tests.held_memory import Memory
 
 STEPS = 300
 EVERY = 10
-"""Steps between two samples."""
+"""Number of steps between two readings."""
 WARM_UP = 120
 LIMIT_MIB = 6.0
-"""A leak of 33 KiB a step reaches it; what allocators keep varies by some MiB."""
+"""Limit in MiB, which a leak of 33 KiB per step reaches; allocators vary by some MiB."""
 LEARNING_RATE = 5e-6
 """A fortieth of the demo's, so that there is still something to learn after hundreds of steps."""
 FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """oneDNN keeps the kernels of the last 1,024 shapes, half a GiB that takes 500 steps to fill, and on CPUs that compute
 in bf16 itself even more, whatever that capacity; it reads both once."""
 FEW_BLOCKS = ("--kv-cache-memory-bytes", str(64 * 2**20))
-"""vLLM hands out its cache blocks in turn: all of them are soon written once."""
+"""vLLM uses its cache blocks in rotation, so with few blocks all of them are soon written once."""
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_hundreds_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_over_hundreds_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in FEW_KERNELS.items():
         monkeypatch.setenv(name, value)
     fresh = multiprocessing.get_context("spawn")

@@ -1,6 +1,6 @@
-"""FP8 made of the shared weights, with the real vLLM on the CPU: what is served, and that it follows every update.
+"""FP8 made from the shared weights, with the real vLLM on the CPU: what is served, and that it follows every update.
 
-vLLM's own kernels need AMX there, so layers multiply by what the FP8 stands for; inputs stay as they are.
+vLLM's own kernels need AMX on a CPU, so layers multiply by the dequantized weights; inputs are not quantized.
 
 Not covered: vLLM's kernels, CUDA graphs, memory and speed (`tests/gpu/test_fp8.py`, `benchmarks/fp8.py`).
 """
@@ -27,7 +27,7 @@ LOAD = Load(
     fence_every_s=0.05, dtype="float16", tolerance=0.02, quantization="fp8_per_block",
 )  # fmt: skip
 QUANTIZED_PARITY = 0.1
-"""Nats, mean: FP8 of a random model moves log-probabilities by half of it."""
+"""Mean difference in nats; quantizing a random model to FP8 moves log-probabilities by half of it."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_verify_distinguishes_fp8_from_a_copy(server: LiveServer, tmp_path: Path
     assert server.manifest.quantized
     weight = attach(server.manifest).model.get_parameter("model.layers.1.mlp.down_proj.weight")
     with torch.no_grad():
-        weight[3, 5] += 1.0  # without the fence: the weights are shared, and the FP8 is of older ones
+        weight[3, 5] += 1.0  # written without the fence: the FP8 still has the old weights
     checks = rows(server, tmp_path, expect=3)
     assert checks["checksums"]["status"] == "PASS"
     assert checks["FP8"]["status"] == "FAIL"
@@ -82,7 +82,7 @@ def test_verify_distinguishes_fp8_from_a_copy(server: LiveServer, tmp_path: Path
     ("how", "compiled"),
     [("fp8_per_channel", False), pytest.param("fp8_per_block", True, marks=pytest.mark.slow)],
 )
-def test_training_shows_the_mismatch_of_fp8(tmp_path: Path, how: Quantization, *, compiled: bool) -> None:
+def test_training_reports_the_fp8_mismatch(tmp_path: Path, how: Quantization, *, compiled: bool) -> None:
     model = tiny.write(tiny.llama(), tmp_path / "model", std=0.06)
     with scenarios.served(model, tmp_path / "server", quantization=how, compiled=compiled) as server:
         scenarios.verifies(server, tmp_path)
@@ -96,7 +96,7 @@ def test_training_shows_the_mismatch_of_fp8(tmp_path: Path, how: Quantization, *
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_on_a_base_in_fp8(tmp_path: Path) -> None:
+def test_adapter_is_trained_on_an_fp8_base(tmp_path: Path) -> None:
     model = tiny.write(tiny.llama(), tmp_path / "model", std=0.06)
     with scenarios.served(
         model, tmp_path / "server", max_lora_rank=scenarios.LORA_RANK, quantization="fp8_per_block"
@@ -107,7 +107,7 @@ def test_an_adapter_is_trained_on_a_base_in_fp8(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_makes_the_fp8_of_its_part(tmp_path: Path) -> None:
+def test_each_rank_quantizes_its_part(tmp_path: Path) -> None:
     config = tiny.llama()
     config.hidden_size, config.head_dim, config.intermediate_size = 256, 64, 512
     model = tiny.write(config, tmp_path / "model", std=0.06)

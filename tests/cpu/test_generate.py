@@ -50,7 +50,7 @@ def as_group(completions: list[Completion]) -> list[Group]:
 
 
 def generated(answer: dict[str, Any]) -> list[Group]:
-    """Parse an answer as Atropos' client does: ids and log-probabilities from `logprobs`."""
+    """Parse a response like Atropos' client: ids and log-probabilities from `logprobs`."""
     completions = [
         Completion(
             token_ids=tuple(int(next(iter(entry[0]))) for entry in tokens),
@@ -90,7 +90,7 @@ def groups_of(answer: httpx.Response) -> list[Group]:
     )
 
 
-def test_it_samples_what_vllms_own_route_does(http: httpx.Client) -> None:
+def test_generate_samples_like_vllms_own_route(http: httpx.Client) -> None:
     answer = answered(http)
     assert len(answer["text"]) == len(answer["logprobs"]) == BODY["n"]
     assert all(1 <= len(tokens) <= 8 for tokens in answer["token_ids"])
@@ -99,7 +99,7 @@ def test_it_samples_what_vllms_own_route_does(http: httpx.Client) -> None:
     assert not scenarios.same_samples(generated(answer), generated(answered(http, seed=12)))
 
 
-def test_a_rollout_is_answered_what_vllms_own_route_samples(lora_llama: LiveServer, http: httpx.Client) -> None:
+def test_rollout_route_samples_like_vllms_own_route(lora_llama: LiveServer, http: httpx.Client) -> None:
     ours, own = rolled_out(lora_llama, http), completed(http)
     assert scenarios.same_samples(ours, own)
     assert not scenarios.same_samples(ours, rolled_out(lora_llama, http, seed=12))
@@ -113,15 +113,15 @@ def test_models_sampling_defaults_are_ignored(lora_llama: LiveServer, http: http
     scenarios.samples_the_whole_distribution(lora_llama, http)
 
 
-def test_a_request_that_shapes_the_distribution_is_named_once(lora_llama: LiveServer, http: httpx.Client) -> None:
+def test_sampling_fields_that_bias_training_are_logged_once(lora_llama: LiveServer, http: httpx.Client) -> None:
     for _ in range(2):
-        answered(http, top_p=0.37, min_tokens=1)  # fields that no other test has asked for together
+        answered(http, top_p=0.37, min_tokens=1)  # a combination of fields that no other test uses
         answered(http, top_p=0.38, min_tokens=1)
     (line,) = [line for line in lora_llama.child.log.read_text().splitlines() if "min_tokens" in line]
     assert "importance weights and KL are off" in line
 
 
-def test_a_prompt_of_text_is_the_prompt_of_its_tokens(http: httpx.Client) -> None:
+def test_text_prompt_equals_the_prompt_of_its_tokens(http: httpx.Client) -> None:
     text = answered(http, max_tokens=1)["prompt"]
     by_text = answered(http, prompt=text)
     assert by_text["prompt"] == text
@@ -129,7 +129,7 @@ def test_a_prompt_of_text_is_the_prompt_of_its_tokens(http: httpx.Client) -> Non
     assert scenarios.same_samples(generated(by_text), generated(answered(http)))
 
 
-def test_a_teacher_is_told_the_likeliest_tokens_of_the_prompt(http: httpx.Client) -> None:
+def test_generate_returns_likeliest_tokens_of_the_prompt(http: httpx.Client) -> None:
     answer = answered(http, prompt_logprobs=2, n=1, temperature=0.0, max_tokens=1)
     first, *rest = answer["prompt_logprobs"]
     assert first is None
@@ -137,7 +137,7 @@ def test_a_teacher_is_told_the_likeliest_tokens_of_the_prompt(http: httpx.Client
     assert all(2 <= len(entry) <= 3 and max(entry.values()) < 0.0 for entry in rest)
 
 
-def test_the_likeliest_tokens_come_with_the_sampled_one(http: httpx.Client) -> None:
+def test_likeliest_tokens_include_the_sampled_token(http: httpx.Client) -> None:
     for tokens in answered(http, logprobs=2)["logprobs"]:
         for (entry,) in tokens:
             assert 2 <= len(entry) <= 3
@@ -149,12 +149,12 @@ ROUTES = ["/generate", COMPLETIONS, "/v1/completions", "/invocations", "/adapter
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}])
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_wants_the_servers_key(lora_llama: LiveServer, route: str, headers: dict[str, str]) -> None:
+def test_every_route_requires_the_servers_key(lora_llama: LiveServer, route: str, headers: dict[str, str]) -> None:
     answer = httpx.post(f"{lora_llama.manifest.url}{route}", json=BODY, headers=headers, trust_env=False)
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
 
 
-def test_every_route_that_vllm_has_is_closed_but_for_health(lora_llama: LiveServer, http: httpx.Client) -> None:
+def test_all_vllm_routes_but_health_require_the_key(lora_llama: LiveServer, http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert len(paths) > 10
     with httpx.Client(base_url=lora_llama.manifest.url, trust_env=False) as stranger:
@@ -162,7 +162,7 @@ def test_every_route_that_vllm_has_is_closed_but_for_health(lora_llama: LiveServ
     assert {path for path, statuses in statuses.items() if statuses != {401}} == {"/health"}, statuses
 
 
-def test_a_web_page_whose_name_was_bound_anew_to_loopback_is_refused(http: httpx.Client) -> None:
+def test_dns_rebinding_web_page_is_refused(http: httpx.Client) -> None:
     answer = http.post("/generate", json=BODY, headers={"host": "evil.example"})
     assert (answer.status_code, "evil.example" in answer.json()["error"]) == (403, True)
 
@@ -174,7 +174,7 @@ def test_every_mode_trains_behind_a_key(
     scenarios.trains_in_place(lora_llama, tmp_path, *flags, mode=mode)  # adapters: test_lora_only.py
 
 
-def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
+def test_foreign_request_cannot_unload_the_trained_adapter(
     lora_llama: LiveServer, http: httpx.Client, tmp_path: Path
 ) -> None:
     save_adapter(lora_llama, tmp_path)
@@ -194,7 +194,7 @@ def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
     assert answered(http)
 
 
-def test_weights_that_are_no_numbers_are_named(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
+def test_weights_that_are_nan_are_named(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
     attached = attach(lora_llama.manifest)
     weight = attached.model.get_parameter("model.norm.weight").detach()
     before = weight.clone()
@@ -226,7 +226,7 @@ def test_weights_that_are_no_numbers_are_named(lora_llama: LiveServer, http: htt
     ],
     ids=str,
 )
-def test_a_bad_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> None:
+def test_invalid_generate_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> None:
     answer = http.post("/generate", json={**BODY, **wrong})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
@@ -244,14 +244,14 @@ def test_a_bad_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> 
     ],
     ids=str,
 )
-def test_a_bad_rollout_is_refused(
+def test_invalid_rollout_request_is_refused(
     lora_llama: LiveServer, http: httpx.Client, wrong: dict[str, Any], status: int, words: str
 ) -> None:
     answer = http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT, **wrong})
     assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
-def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(lora_llama: LiveServer, http: httpx.Client) -> None:
+def test_response_has_the_version_and_waits_for_the_fence(lora_llama: LiveServer, http: httpx.Client) -> None:
     with BridgeClient(lora_llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as pool:
         version = client.status().version
         assert http.post("/generate", json=BODY).headers.get_list(VERSION_HEADER) == [str(version)]
@@ -269,7 +269,7 @@ def test_disconnecting_client_aborts_its_request(lora_llama: LiveServer, http: h
     before = num_completed(http)
     http.post(route, json={**body, "n": 4}).raise_for_status()
     assert num_completed(http) == before + 4
-    many = 512  # some end at once, at an end token; all of them take many seconds
+    many = 512  # some end early, at an end token; all of them together take many seconds
     with pytest.raises(httpx.ReadTimeout):
         http.post(route, json={**body, "n": many, "max_tokens": 2000}, timeout=0.5)
     deadline = time.monotonic() + 60
@@ -280,7 +280,7 @@ def test_disconnecting_client_aborts_its_request(lora_llama: LiveServer, http: h
 
 
 def num_completed(http: httpx.Client) -> float:
-    """Return how many completions of this server ended by themselves."""
+    """Return how many completions of this server ended normally."""
     return metric(http, 'vllm:request_success_total{.*finished_reason="(length|stop)"')
 
 
@@ -289,7 +289,7 @@ def metric(http: httpx.Client, pattern: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(pattern, line))
 
 
-def test_the_adapter_that_is_trained_answers(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
+def test_trained_adapter_answers_requests(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
     base = generated(answered(http))
     save_adapter(lora_llama, tmp_path)
     with BridgeClient(lora_llama.manifest, timeout_s=60) as client:

@@ -1,4 +1,4 @@
-"""`bridge run --gpus 2` on the CPU: two real vLLMs, trained in lockstep, and what happens when one of them is gone.
+"""`bridge run --gpus 2` on the CPU: two real vLLMs are trained in lockstep, and one of them may be lost.
 
 Not covered: what ranks compute (`tests/unit/ranks/test_ranks.py`), and NCCL.
 """
@@ -96,7 +96,7 @@ def left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_replicas_train_in_lockstep_and_any_number_of_ranks_resumes(model: Path, tmp_path: Path) -> None:
+def test_replicas_train_in_lockstep_and_resume_at_any_size(model: Path, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run(model, whole, "--training-steps", "3", "--save-interval", "2")
     rows = metrics(whole)
@@ -136,15 +136,15 @@ WAYS = {
 
 
 FEWER = "an adapter by disk", "a copy in place", "updates in the backward pass"
-"""Ways whose parts are tested with toy servers (`tests/unit/modes/test_none_ranks.py`) or without any."""
+"""Ways of publishing whose parts are tested with toy servers (`tests/unit/modes/test_none_ranks.py`) or without one."""
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.several) if way in FEWER else way for way in WAYS])
-def test_every_way_of_training_works_on_two(model: Path, tmp_path: Path, way: str) -> None:
+def test_every_way_of_publishing_works_on_two_ranks(model: Path, tmp_path: Path, way: str) -> None:
     run(model, tmp_path, "--training-steps", "5", *WAYS[way])
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    fresh = [row for row in rows if row["staleness"] == 0 and row["updates"]]  # a step may be without any signal
+    fresh = [row for row in rows if row["staleness"] == 0 and row["updates"]]  # a step may have no signal
     assert fresh
     assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in fresh)
     numbers = [json.loads(line)["number"] for line in (tmp_path / "run" / "rollouts.jsonl").open()]
@@ -152,7 +152,7 @@ def test_every_way_of_training_works_on_two(model: Path, tmp_path: Path, way: st
     assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) == 1
 
 
-def test_stock_servers_are_restarted_with_the_copy_of_their_rank(model: Path, tmp_path: Path) -> None:
+def test_stock_servers_restart_with_their_ranks_copy(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path, "--training-steps", "4", "--mode", "none", "--vllm-restart-interval", "2")
     rows = metrics(tmp_path)
     assert [row["weight_version"] for row in rows] == [0, 1, 1, 1]
@@ -163,7 +163,7 @@ def test_stock_servers_are_restarted_with_the_copy_of_their_rank(model: Path, tm
     assert not [*(tmp_path / "run").rglob("version_*")]
 
 
-def test_a_server_that_dies_is_started_again_and_no_step_is_lost(model: Path, tmp_path: Path) -> None:
+def test_dead_server_is_restarted_without_losing_a_step(model: Path, tmp_path: Path) -> None:
     process = started(command(model, tmp_path, "--training-steps", "12"), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
     (pid,) = re.findall(r"starting vLLM \(pid (\d+)", (tmp_path / "run" / "ranks" / "1.log").read_text())
@@ -175,7 +175,7 @@ def test_a_server_that_dies_is_started_again_and_no_step_is_lost(model: Path, tm
     assert len(re.findall(r"vLLM is ready", output)) == 1, "the first rank's server was restarted, too"
 
 
-def test_a_server_that_does_not_start_ends_the_run_while_the_others_still_start(model: Path, tmp_path: Path) -> None:
+def test_server_that_fails_to_start_ends_the_run(model: Path, tmp_path: Path) -> None:
     process, log = started(command(model, tmp_path), tmp_path / "out"), tmp_path / "run" / "ranks" / "1.log"
     while not (pids := re.findall(r"starting vLLM \(pid (\d+)", log.read_text() if log.exists() else "")):
         assert process.poll() is None, (tmp_path / "out").read_text()[-4000:]
@@ -190,7 +190,7 @@ def test_a_server_that_does_not_start_ends_the_run_while_the_others_still_start(
     assert "Traceback" not in output
 
 
-def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(model: Path, tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_with_weights_saved(model: Path, tmp_path: Path) -> None:
     process = started(command(model, tmp_path, "--training-steps", "500"), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
     tree = everything(process)
@@ -206,7 +206,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(m
 
 
 @pytest.mark.core
-def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(model: Path, tmp_path: Path) -> None:
+def test_lost_rank_restarts_a_run_of_verified_servers(model: Path, tmp_path: Path) -> None:
     choices = "--training-steps", "50000", "--save-interval", "1", "--keep-last", "2", "--restarts", "1"
     process = started(command(model, tmp_path, *choices), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
@@ -226,7 +226,7 @@ def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(
     num_steps = len(metrics(tmp_path))
     rank.kill()
     wait_for_steps(tmp_path, process, num_steps + 5)
-    process.send_signal(signal.SIGINT)  # not after a number of steps: `verify` may take longer than they do
+    process.send_signal(signal.SIGINT)  # instead of a number of steps, since `verify` may take longer
     assert process.wait(LIMIT_S) == 130, (tmp_path / "out").read_text()[-4000:]
     steps = [row["step"] for row in metrics(tmp_path)]
     assert steps == [*range(1, len(steps) + 1)]

@@ -52,7 +52,7 @@ def output_of(folder: Path) -> str:
     return (folder / "out").read_text()
 
 
-def test_a_lost_host_that_is_started_again_resumes_the_run(model: Path, tmp_path: Path) -> None:
+def test_restarted_host_resumes_the_run(model: Path, tmp_path: Path) -> None:
     saved = "--save-path", str(tmp_path / "saved"), "--save-interval", "1"
     hosts = Hosts(model, tmp_path, "--training-steps", "40", "--restarts", "1", *saved)
     first, other = hosts.start_both()
@@ -77,7 +77,7 @@ def test_a_lost_host_that_is_started_again_resumes_the_run(model: Path, tmp_path
     assert not metrics(hosts.other)
 
 
-def test_a_killed_host_ends_the_other_in_one_line(model: Path, tmp_path: Path) -> None:
+def test_killed_host_ends_the_other_host_in_one_line(model: Path, tmp_path: Path) -> None:
     hosts = Hosts(model, tmp_path, "--training-steps", "500")
     first, other = hosts.start_both()
     wait_for_steps(hosts.first, first, 2)

@@ -1,4 +1,4 @@
-"""Images on the real vLLM on the CPU: it and the trainer see the same ones, and a task that needs them is learned.
+"""Images on the real vLLM on the CPU: server and trainer use the same ones, and a task that needs images is learned.
 
 Not covered: packed passes (`tests/unit/passes/test_image_embeddings.py`), a GPU (`tests/gpu/test_images.py`).
 """
@@ -60,7 +60,7 @@ def test_server_and_trainer_see_the_same_images(family: str, tmp_path: Path) -> 
         refuses_other_tokens(server, data.parent, marker)
 
 
-def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
+def test_task_with_images_is_learned(tmp_path: Path) -> None:
     model = written(FAMILIES["Qwen3-VL"](), tmp_path)
     with scenarios.served(model, tmp_path / "server") as server:
         learns(server, tmp_path, steps=30)
@@ -69,7 +69,7 @@ def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
 
 
 def test_two_replicas_train_on_images(tmp_path: Path) -> None:
-    """Each trains on images that the other one sampled with."""
+    """Each replica trains on images of prompts that the other one sampled."""
     model = written(FAMILIES["Qwen3-VL"](), tmp_path)
     data, _ = colors.write(tmp_path / "data", MARKER)
     of_data = ("--environment", "jsonl", "--data", str(data), "--reward", REWARD, "--training-steps", "3")
@@ -86,9 +86,9 @@ def written(config: PretrainedConfig, folder: Path) -> Path:
 
 
 def sees_the_same(server: LiveServer, data: Path, marker: str = MARKER) -> None:
-    """Compare log-probs of completions of prompts with one image, with another one of its size, with two and with none.
+    """Compare log-probs for prompts with one image, a different image of the same size, two images and no image.
 
-    And with the first two images exchanged, which has to show.
+    Exchanging the first two images must change the log-probs.
     """
     prompts = encoded(server, data, marker)
     completions, attached = sampled(server, prompts), attach(server.manifest)
@@ -158,7 +158,7 @@ def mismatch(prepared: PreparedModel, prompt: Encoded, completions: Sequence[Com
 
 
 def refuses_other_tokens(server: LiveServer, data: Path, marker: str = MARKER) -> None:
-    """Image tokens that were expanded twice, or not at all, are no prompt of these images."""
+    """Check that prompts whose image tokens were expanded twice, or not at all, are refused."""
     ids, shown = encoded(server, data, marker)[0]
     assert shown is not None
     start, count = shown.starts[0], ids.count(FIRST_TOKEN)
@@ -198,7 +198,7 @@ def learns(server: LiveServer, folder: Path, *flags: str, steps: int) -> None:
 
 
 def tower_is_unchanged(server: LiveServer, folder: Path) -> None:
-    """The checkpoint has the tower that the model had, and another language model."""
+    """Check that the checkpoint has the same vision tower as the model, but a different language model."""
     model, (saved,) = Path(server.manifest.model), (folder / "saved").glob("step_*")
     kind = skeleton.auto_class(FAMILIES["Qwen3-VL"]())
     was, now = (dict(kind.from_pretrained(folder).named_parameters()) for folder in (model, saved))

@@ -13,7 +13,7 @@ from tests.cli.test_killed import LAST, STEPS, WHILE_IT_SAVES, Run, undisturbed
 from tests.scenarios import LiveServer
 
 
-def test_a_trainer_killed_while_it_saves_resumes_without_a_gap_or_a_repeat(llama: LiveServer, tmp_path: Path) -> None:
+def test_trainer_killed_while_saving_resumes_exactly(llama: LiveServer, tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "killed").mkdir()
     problems, run = undisturbed(Run(llama, tmp_path / "undisturbed")), Run(llama, tmp_path / "killed")

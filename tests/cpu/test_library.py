@@ -1,4 +1,4 @@
-"""`import bridge` on the real vLLM on the CPU: every example as a user runs it, and what the examples leave out."""
+"""`import bridge` on the real vLLM on the CPU: every example as a user runs it, and calls that no example uses."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def test_an_example_updates_the_server(llama: LiveServer, example: str) -> None:
     assert llama.status().version == before + STEPS
 
 
-def test_a_killed_loop_resumes_to_the_digit(servers: Servers, tmp_path: Path) -> None:
+def test_killed_loop_resumes_exactly(servers: Servers, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("reinforce", servers.of("llama"), "5", str(whole), "2")
     server = servers.of("llama")  # with its initial weights
@@ -73,7 +73,7 @@ def test_a_killed_loop_resumes_to_the_digit(servers: Servers, tmp_path: Path) ->
     assert json.loads(report.stdout)
 
 
-def test_every_example_is_run_and_short() -> None:
+def test_every_example_is_tested_and_short() -> None:
     here = "".join(
         (Path(__file__).parent / name).read_text() for name in ("test_library.py", "test_losses.py", "test_trl.py")
     )
@@ -85,8 +85,8 @@ def test_every_example_is_run_and_short() -> None:
 
 
 @pytest.mark.slow
-def test_a_teacher_pulls_a_student(llama: LiveServer, tmp_path: Path) -> None:
-    """The teacher has the same sizes here, and other weights: the divergence from it falls."""
+def test_student_moves_towards_its_teacher(llama: LiveServer, tmp_path: Path) -> None:
+    """The teacher has the same shape and different weights; the student's divergence from it must fall."""
     teacher = tiny.write(tiny.llama(), tmp_path / "teacher", seed=1, std=0.06)
     with scenarios.served(teacher, tmp_path / "server") as other:
         before = other.status().version
@@ -96,7 +96,7 @@ def test_a_teacher_pulls_a_student(llama: LiveServer, tmp_path: Path) -> None:
     assert sum(nats[-3:]) < sum(nats[:3]), lines
 
 
-def test_a_policy_is_one_copy_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+def test_policy_is_one_copy_and_matches_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
     with bridge.attach(llama.path, sampling=SHORT) as policy:
         optimizer = policy.optimizer("adamw", lr=scenarios.LR)
         for _ in range(STEPS):
@@ -156,8 +156,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(llama: LiveServer) -> Non
     assert llama.status().version == before + 1
 
 
-def test_padding_is_computed_right_or_refused(llama: LiveServer) -> None:
-    """Attention for packed sequences has no mask: with padding it would attend to it, and nothing would tell."""
+def test_padding_is_computed_correctly_or_refused(llama: LiveServer) -> None:
+    """Attention for packed sequences uses no mask, and would silently attend to padding."""
     ids, mask = torch.tensor([[0, 0, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1]])
     with bridge.attach(llama.path, sampling=SHORT) as policy, torch.no_grad():
         alone = policy.model(input_ids=ids[:, 2:]).logits[0, -1]
@@ -304,8 +304,8 @@ print(json.dumps(found))
 """
 
 
-def test_forks_end_in_a_result_or_one_error(llama: LiveServer) -> None:
-    """Of a program that has attached: by `os.fork`, by multiprocessing and by the workers of a `DataLoader`."""
+def test_forks_return_a_result_or_one_error(llama: LiveServer) -> None:
+    """An attached program forks with `os.fork`, with multiprocessing and for the workers of a `DataLoader`."""
     command = [sys.executable, "-c", FORKS, str(llama.path)]
     done = subprocess.run(command, cwd=llama.path.parent, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
@@ -325,7 +325,7 @@ def test_forks_end_in_a_result_or_one_error(llama: LiveServer) -> None:
 
 
 def logprobs_of(policy: bridge.Policy, token_ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token but the first, by transformers' own pass of the trainer's model."""
+    """Return the log-probability of each token but the first, by transformers' forward pass of the trainer's model."""
     ids = torch.tensor([token_ids], device=policy.device)
     with torch.no_grad():
         logits_PV = policy.model(input_ids=ids).logits[0].float()
@@ -334,7 +334,7 @@ def logprobs_of(policy: bridge.Policy, token_ids: Sequence[int]) -> list[float]:
     return [float(logprob) for logprob in own_P]
 
 
-def test_parameters_of_one_call_replace_those_of_the_policy(llama: LiveServer) -> None:
+def test_call_parameters_override_those_of_the_policy(llama: LiveServer) -> None:
     with bridge.attach(llama.path, sampling=SHORT) as policy:
         ids = [*policy.tokenizer("say 1:")["input_ids"]]
         (group, *_), (text, *_) = policy.sample([ids], n=2, max_tokens=3, seed=1), policy.sample(["say 1:"], seed=1)
@@ -368,7 +368,7 @@ def test_parameters_of_one_call_replace_those_of_the_policy(llama: LiveServer) -
 
 @pytest.mark.slow
 @pytest.mark.several
-def test_ranks_train_an_adapter_and_resume_to_the_digit(tmp_path: Path) -> None:
+def test_ranks_train_an_adapter_and_resume_exactly(tmp_path: Path) -> None:
     """A mixture of experts in two parts, with replay; two processes of torchrun that are killed after three steps."""
     model = tiny.write(experts(), tmp_path / "model", std=0.06)
     lines = list[list[dict[str, Any]]]()

@@ -36,7 +36,7 @@ def test_adapter_trains_on_a_previously_used_server(lora_llama: LiveServer, tmp_
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])
-def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
+def test_run_resumes_from_its_adapter_without_repeating_steps(
     lora_llama: LiveServer, tmp_path: Path, handover: str
 ) -> None:
     base = lora_llama.sample()
@@ -51,8 +51,8 @@ def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
     scenarios.serves_the_adapter(lora_llama, tmp_path / "saved" / "adapter_step_4", base)
 
 
-def test_a_mixture_of_experts_gets_an_adapter_on_its_other_layers(tmp_path: Path) -> None:
-    """In float32, where no expert is exchanged by rounding."""
+def test_mixture_of_experts_gets_an_adapter_outside_experts(tmp_path: Path) -> None:
+    """It runs in float32, in which rounding does not swap experts."""
     model = tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / "model")
     with scenarios.served(model, tmp_path / "server", max_lora_rank=scenarios.LORA_RANK, dtype="float32") as server:
         assert not [name for name in server.manifest.shards[0].lora_slots if "experts" in name]
@@ -80,7 +80,7 @@ def killed_while_it_writes(server: LiveServer, folder: Path, *flags: str) -> int
 
 
 def check_named(server: LiveServer, folder: Path, hint: Path, trainer_pid: int) -> None:
-    """Check that doctor reports what is torn, who tore it, and the fix."""
+    """Check that doctor reports what is torn, which process caused it, and the fix."""
     printed = scenarios.bridge("doctor", "--json", "--vllm-config-path", server.path, folder=folder, expect=3).stdout
     (fence,) = [row for row in map(json.loads, printed.splitlines()) if row["name"] == "Fence"]
     assert (fence["status"], fence["hint"]) == ("FAIL", f"bridge restore {hint}")
@@ -95,7 +95,7 @@ def check_named(server: LiveServer, folder: Path, hint: Path, trainer_pid: int) 
         ((), "run/served/bridge-adapter"),  # before the first checkpoint
     ],
 )
-def test_an_adapter_left_torn_is_named_and_mended_and_the_base_is_as_it_was(
+def test_torn_adapter_is_reported_and_restored(
     lora_llama: LiveServer, tmp_path: Path, flags: tuple[str, ...], hint: str
 ) -> None:
     base, whole = lora_llama.sample(), tmp_path / hint
@@ -118,13 +118,13 @@ def test_an_adapter_left_torn_is_named_and_mended_and_the_base_is_as_it_was(
     assert lora_llama.status().state == "serving"
     if flags:
         scenarios.serves_the_adapter(lora_llama, whole, base)
-    else:  # it is still new: B is zero
+    else:  # a new adapter, whose B is zero
         assert scenarios.adapter_name(lora_llama.manifest.url) == "bridge-adapter"
         assert scenarios.same_samples(lora_llama.sample("bridge-adapter"), lora_llama.sample())
     assert scenarios.same_samples(lora_llama.sample(), base)
 
 
-def test_a_run_that_goes_on_mends_the_adapter_by_itself(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_resumed_run_restores_a_torn_adapter(lora_llama: LiveServer, tmp_path: Path) -> None:
     base = lora_llama.sample()
     killed_while_it_writes(lora_llama, tmp_path, "--save-interval", "1")
     scenarios.trained(lora_llama, tmp_path, *adapter_flags("memory"), "--resume", steps=4)

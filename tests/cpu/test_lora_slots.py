@@ -45,14 +45,14 @@ MODULES = {
 LORA = ("--enable-lora", "--max-loras", "1")
 """vLLM's own flags for adapters; the largest rank is vLLM's default, 16."""
 PARITY_LIMIT = 0.06
-"""Nats. Above the limit for a plain model: PEFT rounds the products of A and of B to bf16, vLLM only their sum."""
+"""In nats; above the limit without LoRA, since PEFT rounds the products of A and B to bf16, vLLM only the sum."""
 BLOCK_TOKENS = 128
 """vLLM's cache block on the CPU: prefixes are cached from this length on."""
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
 
 
 def adapted(server: LiveServer, seed: int) -> Any:
-    """Return the model in plain PEFT, with random A and B on every linear layer."""
+    """Return the model in PEFT, with random A and B on every linear layer."""
     base = AutoModelForCausalLM.from_pretrained(server.manifest.model, dtype=torch.bfloat16)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=False).eval()
@@ -126,7 +126,7 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def test_every_linear_layer_has_its_slots_and_nothing_else_has(lora_llama: LiveServer) -> None:
+def test_only_linear_layers_have_lora_slots(lora_llama: LiveServer) -> None:
     slots = lora_llama.manifest.shards[0].lora_slots
     assert slots.keys() == MODULES
     assert slots["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, scenarios.LORA_RANK, 128)
@@ -138,9 +138,7 @@ def test_verify_passes_on_a_server_with_lora(lora_llama: LiveServer) -> None:
     assert_verified(lora_llama)
 
 
-def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
-    lora_llama: LiveServer, tmp_path: Path
-) -> None:
+def test_server_uses_what_is_written_into_a_lora_slot(lora_llama: LiveServer, tmp_path: Path) -> None:
     model, base = adapted(lora_llama, seed=1), lora_llama.sample()
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
@@ -158,7 +156,7 @@ def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
     assert scenarios.same_samples(after, base)
 
 
-def test_requests_for_both_names_at_once_leave_the_slot_alone(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_concurrent_requests_for_both_names_keep_the_slot(lora_llama: LiveServer, tmp_path: Path) -> None:
     model = adapted(lora_llama, seed=4)
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
@@ -195,9 +193,7 @@ def test_prompt_logprobs_of_several_requests_match_single_ones(lora_llama: LiveS
                 assert actual == pytest.approx(expected, abs=PARITY_LIMIT)
 
 
-def test_a_second_run_takes_the_slot_of_the_first_under_the_same_name_and_path(
-    lora_llama: LiveServer, tmp_path: Path
-) -> None:
+def test_second_run_takes_over_the_slot_of_the_first(lora_llama: LiveServer, tmp_path: Path) -> None:
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         for seed in (6, 7):
             model = adapted(lora_llama, seed)
@@ -213,15 +209,13 @@ def test_a_second_run_takes_the_slot_of_the_first_under_the_same_name_and_path(
     assert refused.status_code == 404
 
 
-def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_adapter(
-    lora_llama: LiveServer, tmp_path: Path
-) -> None:
+def test_cached_adapter_prefix_is_dropped_when_weights_change(lora_llama: LiveServer, tmp_path: Path) -> None:
     model = adapted(lora_llama, seed=10)
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
         fill(model, 11)
-        write(lora_llama, slot, model)  # without the fence: the prompt's cached keys and values are stale
+        write(lora_llama, slot, model)  # written without the fence, so the prompt's cached keys and values are stale
         assert largest_difference(model, sampled_long(lora_llama, "trained")) > PARITY_LIMIT
         publish(fence.publish(client, Update()))
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
@@ -230,9 +224,7 @@ def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_a
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
 
 
-def test_requests_under_way_end_when_their_adapter_is_replaced_and_the_engine_lives(
-    lora_llama: LiveServer, tmp_path: Path
-) -> None:
+def test_requests_end_when_their_adapter_is_replaced(lora_llama: LiveServer, tmp_path: Path) -> None:
     model = adapted(lora_llama, seed=8)
     body = {
         **PROMPT,
@@ -255,7 +247,7 @@ def test_requests_under_way_end_when_their_adapter_is_replaced_and_the_engine_li
     assert largest_difference(model, lora_llama.sample("trained")) < PARITY_LIMIT
 
 
-def test_what_cannot_be_served_is_refused_and_the_adapter_before_stays(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_unusable_adapter_is_refused_and_the_old_one_stays(lora_llama: LiveServer, tmp_path: Path) -> None:
     model = adapted(lora_llama, seed=9)
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         client.adapter("trained", saved(model, tmp_path / "adapter"))
@@ -266,7 +258,7 @@ def test_what_cannot_be_served_is_refused_and_the_adapter_before_stays(lora_llam
             client.adapter(lora_llama.manifest.model, tmp_path / "adapter")
 
 
-def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(llama: LiveServer, tmp_path: Path) -> None:
+def test_server_without_lora_names_the_missing_flag(llama: LiveServer, tmp_path: Path) -> None:
     assert llama.manifest.shards[0].lora_slots == {}
     with (
         BridgeClient(llama.manifest, timeout_s=60) as client,
@@ -277,7 +269,7 @@ def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(llam
 
 
 @pytest.mark.slow
-def test_a_qwen2_with_biases_and_a_head_of_its_own_is_exported_whole_with_lora(tmp_path: Path) -> None:
+def test_qwen2_with_lora_is_exported_completely(tmp_path: Path) -> None:
     model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
     with scenarios.served(model, tmp_path / "server", *LORA) as server:
         assert server.manifest.shards[0].lora_slots.keys() == MODULES

@@ -14,7 +14,7 @@ from tests.models import tiny
 from tests.scenarios import LiveServer
 
 
-def test_in_place_the_server_gets_each_checkpoint_without_a_restart(llama: LiveServer, tmp_path: Path) -> None:
+def test_in_place_reload_needs_no_restart(llama: LiveServer, tmp_path: Path) -> None:
     pid = llama.manifest.server.pid
     scenarios.trains_in_place(llama, tmp_path, "--reload", "in-place", mode="none")
     assert llama.child.is_alive()
@@ -24,9 +24,7 @@ def test_in_place_the_server_gets_each_checkpoint_without_a_restart(llama: LiveS
 
 
 @pytest.mark.slow
-def test_every_second_step_reaches_the_server_and_the_log_probabilities_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_gets_every_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in scenarios.IN_THE_ENGINE.items():
         monkeypatch.setenv(name, value)
     done = scenarios.bridge(

@@ -33,7 +33,7 @@ BLOCK_TOKENS = 128
 """vLLM's cache block on the CPU: prefixes are cached from this length on."""
 
 
-def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+def test_llama_trains_in_place_and_matches_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
     assert llama.manifest.max_model_len == scenarios.MAX_MODEL_LEN
     scenarios.trains_in_place(llama, tmp_path, cold=True)
 
@@ -42,7 +42,7 @@ def test_verify_passes_without_changing_weights(llama: LiveServer, tmp_path: Pat
     scenarios.verifies(llama, tmp_path)
 
 
-def test_training_never_touches_the_padding_rows_of_the_vocabulary(llama: LiveServer) -> None:
+def test_training_never_changes_vocabulary_padding(llama: LiveServer) -> None:
     (parameter, spare), *others = llama.manifest.shards[0].padding.items()
     tail = attach(llama.manifest).server_tensors[parameter].view(-1)[-spare:]
     assert not others
@@ -50,7 +50,7 @@ def test_training_never_touches_the_padding_rows_of_the_vocabulary(llama: LiveSe
     assert not tail.any()
 
 
-def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
+def test_fence_drops_cached_prefixes(llama: LiveServer) -> None:
     attached = attach(llama.manifest)
     values = attached.model.get_parameter("model.layers.0.self_attn.v_proj.weight").detach()
     prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
@@ -74,7 +74,7 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
-def test_requests_under_way_are_kept_waited_for_or_aborted(llama: LiveServer, in_flight: InFlight) -> None:
+def test_requests_in_flight_are_kept_drained_or_aborted(llama: LiveServer, in_flight: InFlight) -> None:
     for length in (800, 1200, 1600, 2000):  # tokens: a second or more, or on a fast machine less
         whole = 16 * length
         before, times, answer = _fence_into_a_request(llama, in_flight, whole)
@@ -107,7 +107,7 @@ def _fence_into_a_request(
         return before, times, pending.result().raise_for_status()
 
 
-def test_the_fence_needs_the_token_and_belongs_to_its_holder(llama: LiveServer) -> None:
+def test_fence_requires_the_token_and_its_holder(llama: LiveServer) -> None:
     element = (Element(parameter=next(iter(llama.manifest.shards[0].ipc_handles)), index=0),)
     assert httpx.get(f"{llama.manifest.url}/bridge/status").status_code == 401
     with BridgeClient(llama.manifest, timeout_s=60) as client:

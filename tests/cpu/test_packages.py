@@ -1,4 +1,4 @@
-"""Environments of verifiers, OpenEnv and Reasoning Gym, as their packages have them, on the real vLLM on the CPU.
+"""Environments from the packages verifiers, OpenEnv and Reasoning Gym on the real vLLM on the CPU.
 
 The model is random: it learns nothing in two steps, but some of its answers are right.
 """
@@ -25,7 +25,7 @@ from tests.scenarios import LiveServer
 PYTHON = Path(os.environ.get("BRIDGE_VERIFIERS_PYTHON", packages.PYTHON))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LR = 1e-4
-"""So small that the tests, which share a server, find nearly the same model."""
+"""A learning rate so small that the model barely changes for the tests that share a server."""
 needs_verifiers = pytest.mark.skipif(not PYTHON.exists(), reason=f"no {PYTHON}: make test-verifiers")
 needs_reasoning_gym = pytest.mark.skipif(not find_spec("reasoning_gym"), reason="no reasoning-gym: make test-verifiers")
 SUMS = '''
@@ -109,7 +109,7 @@ def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_verifiers
 @pytest.mark.usefixtures("sums")
-def test_a_task_set_of_verifiers_with_one_turn(server: LiveServer, tmp_path: Path) -> None:
+def test_verifiers_task_set_with_one_turn(server: LiveServer, tmp_path: Path) -> None:
     held_out = ("--eval-env-args", '{"first": 20}', "--eval-samples", "1")
     steps = trained(server, tmp_path, "verifiers:sums", "--verifiers-python", str(PYTHON), *held_out)
     assert all(step["reward_parts"].keys() == {"near", "called"} for step in steps)
@@ -118,7 +118,7 @@ def test_a_task_set_of_verifiers_with_one_turn(server: LiveServer, tmp_path: Pat
 
 @needs_verifiers
 @pytest.mark.usefixtures("sums")
-def test_a_task_set_of_verifiers_with_tools(server: LiveServer, tmp_path: Path) -> None:
+def test_verifiers_task_set_with_tools(server: LiveServer, tmp_path: Path) -> None:
     arguments = '{"taskset": {"tools": {}}, "agent": {"max_turns": 3}}'
     steps = trained(server, tmp_path, "verifiers:sums", "--verifiers-python", str(PYTHON), "--env-args", arguments)
     assert max(step["turns_mean"] for step in steps) > 1
@@ -149,7 +149,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
 
 
 @needs_verifiers
-def test_an_environment_of_openenv(server: LiveServer, tmp_path: Path, echo: str) -> None:
+def test_openenv_environment_is_trained_on(server: LiveServer, tmp_path: Path, echo: str) -> None:
     arguments = f'{{"taskset": {{"base_url": "{echo}"}}, "player": {{"max_turns": 2}}}}'
     given = ("--verifiers-python", str(PYTHON), "--env-args", arguments, "--reward-processes", "1")  # it has one place
     steps = trained(server, tmp_path, "verifiers:openenv", *given)
@@ -158,7 +158,7 @@ def test_an_environment_of_openenv(server: LiveServer, tmp_path: Path, echo: str
 
 
 @needs_reasoning_gym
-def test_a_task_of_reasoning_gym(server: LiveServer, tmp_path: Path) -> None:
+def test_reasoning_gym_task_is_trained_on(server: LiveServer, tmp_path: Path) -> None:
     arguments = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"]}'
     scenarios.trained(
         server,

@@ -19,7 +19,7 @@ BLOCK = 16
 
 @pytest.fixture
 def _unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore what is patched after the test."""
+    """Undo the patches after the test."""
     from vllm.v1.core.block_pool import BlockPool  # takes four seconds, too slow for collection
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -67,7 +67,7 @@ def remember(pool: Any, number: int, digest: bytes) -> None:
     pool._insert_block_hash(make_block_hash_with_group_id(BlockHash(digest), 0), pool.blocks[number], BLOCK)
 
 
-def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> None:
+def test_reset_clears_all_hashes_and_keeps_the_pool_consistent(pool: Any) -> None:
     blocks = pool.blocks
     remember(pool, 5, b"a")
     remember(pool, 6, b"a")  # two blocks with the same hash
@@ -79,7 +79,7 @@ def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> Non
     assert not pool.cached_block_hash_to_block._cache
 
 
-def test_a_pool_in_use_forgets_its_hashes_if_kept(pool: Any, resets: Resets | None) -> None:
+def test_pool_in_use_forgets_its_hashes_if_requests_are_kept(pool: Any, resets: Resets | None) -> None:
     remember(pool, 999, b"b")
     taken = pool.get_new_blocks(2)
     assert pool.reset_prefix_cache() is False, "nobody asked to keep what is in use"
@@ -92,7 +92,7 @@ def test_a_pool_in_use_forgets_its_hashes_if_kept(pool: Any, resets: Resets | No
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
-def test_only_blocks_with_a_hash_are_visited(pool: Any) -> None:
+def test_reset_visits_only_blocks_with_a_hash(pool: Any) -> None:
     remember(pool, 7, b"c")
     visited = prefix_cache.HashedBlocks(pool)
     assert [block.block_id for block in visited] == [7]
@@ -103,7 +103,7 @@ numbers: Iterator[int] = iter(range(10**6))
 
 
 def request_of(num_tokens: int) -> Any:
-    """Return a request for the first of always the same tokens."""
+    """Return a request whose prompt is the first `num_tokens` tokens of a fixed sequence."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -117,7 +117,7 @@ def request_of(num_tokens: int) -> Any:
 
 
 def compute(manager: Any, request: Any, num_tokens: int) -> int:
-    """Let `request` compute up to `num_tokens` tokens; return how many it found in the cache."""
+    """Make `request` compute up to `num_tokens` tokens; return how many it found in the cache."""
     blocks, num_found = manager.get_computed_blocks(request)[:2]
     new = num_tokens - num_found - request.num_computed_tokens
     assert manager.allocate_slots(request, new, num_found, blocks) is not None
@@ -126,13 +126,13 @@ def compute(manager: Any, request: Any, num_tokens: int) -> int:
 
 
 def go_on(manager: Any, request: Any, num_tokens: int) -> None:
-    """Let `request` generate up to `num_tokens` tokens, and compute all but the last."""
+    """Make `request` generate up to `num_tokens` tokens, and compute all but the last."""
     request.append_output_token_ids(list(range(request.num_tokens, num_tokens)))
     assert manager.allocate_slots(request, num_tokens - request.num_computed_tokens) is not None
     request.num_computed_tokens = num_tokens
 
 
-def test_blocks_across_a_reset_are_never_found(manager: Any) -> None:
+def test_blocks_from_before_a_reset_are_never_reused(manager: Any) -> None:
     before = request_of(40)
     assert compute(manager, before, 40) == 0
     assert compute(manager, request_of(40), 40) == 2 * BLOCK, "otherwise nothing would be found in any case"
@@ -147,7 +147,7 @@ def test_blocks_across_a_reset_are_never_found(manager: Any) -> None:
     assert compute(manager, request_of(130), 130) == 8 * BLOCK
 
 
-def test_what_begins_again_after_a_reset_is_found(manager: Any) -> None:
+def test_requests_restarted_after_a_reset_are_cached(manager: Any) -> None:
     before = request_of(40)
     compute(manager, before, 40)
     assert manager.reset_prefix_cache()
@@ -157,7 +157,7 @@ def test_what_begins_again_after_a_reset_is_found(manager: Any) -> None:
     assert compute(manager, request_of(40), 40) == 2 * BLOCK
 
 
-def test_no_block_leaks(manager: Any) -> None:
+def test_reset_leaks_no_block(manager: Any) -> None:
     num_free = manager.block_pool.get_num_free_blocks()
     running = [request_of(40), request_of(40)]
     for request in running:

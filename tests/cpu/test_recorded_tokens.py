@@ -1,7 +1,7 @@
-"""100,000 tokens of conversations, recorded beside the real vLLM: the model that read them explains each of them.
+"""100,000 tokens of conversations with the real vLLM are recorded exactly: the model's log-probs match for each one.
 
-A token that was recorded otherwise than vLLM sampled or read it would change the log-probabilities of all that follow,
-and `test_a_wrong_token_would_be_seen` shows by how much.
+A token that was recorded differently from what vLLM sampled or read would change all following log-probabilities,
+and `test_wrong_token_is_detected` shows by how much.
 """
 
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ TEMPLATES = ("qwen2_5", "qwen3", "qwen3_training", "llama3", "gemma3", "mistral"
 NUM_GROUPS, GROUP_SIZE = 5, 8
 ENOUGH_TOKENS = 100_000
 RIGHT_LIMIT, WRONG_LIMIT = 0.002, 0.02
-"""Nats, in float32: the largest difference without a wrong token, and the least largest one behind it."""
+"""Nats, in float32: upper limit without a wrong token, and lower limit of the largest difference after one."""
 STD = 0.2
-"""Of its weights: each token then changes what follows."""
+"""Standard deviation of the model's weights, with which each token changes what follows."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A random model that ends a turn at the end token of any template."""
+    """Run a server with a random model that ends a turn at the end token of any template."""
     folder = tmp_path_factory.mktemp("recorded")
     tiny.write(tiny.qwen2(VOCABULARY), folder / "model", std=STD)
     tokenizer = chat.tokenizer(folder / "model", "qwen2_5")
@@ -81,7 +81,7 @@ def turns(group: Group) -> Iterator[Group]:
 
 
 @pytest.mark.slow
-def test_100_000_tokens_are_those_that_vllm_sampled_and_read(server: LiveServer, tmp_path: Path) -> None:
+def test_100_000_recorded_tokens_match_vllms(server: LiveServer, tmp_path: Path) -> None:
     prepared, num_tokens = PreparedModel(loaded(Path(server.manifest.model)).float()), 0
     for template in TEMPLATES:
         groups = recorded(server, tmp_path / template, template)
@@ -93,7 +93,7 @@ def test_100_000_tokens_are_those_that_vllm_sampled_and_read(server: LiveServer,
 
 
 @pytest.mark.slow
-def test_turns_that_a_stop_ended_keep_its_tokens(server: LiveServer, tmp_path: Path) -> None:
+def test_turns_ended_by_a_stop_string_keep_its_tokens(server: LiveServer, tmp_path: Path) -> None:
     prepared = PreparedModel(loaded(Path(server.manifest.model)).float())
     groups = recorded(server, tmp_path, "qwen2_5", "Stopping")
     all_turns = [turn for group in groups for turn in turns(group)]
@@ -105,7 +105,7 @@ def test_turns_that_a_stop_ended_keep_its_tokens(server: LiveServer, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_wrong_token_would_be_seen(server: LiveServer, tmp_path: Path) -> None:
+def test_wrong_token_is_detected(server: LiveServer, tmp_path: Path) -> None:
     prepared = PreparedModel(loaded(Path(server.manifest.model)).float())
     later = [turn for group in recorded(server, tmp_path, "qwen2_5") for turn in turns(group)][2::3]
     differences = []

@@ -42,11 +42,11 @@ class Torn:
     folder: Path
     trainer_pid: int
     version: int
-    """The version that it last served."""
+    """The version that the server last served."""
 
     @property
     def last(self) -> Path:
-        """The last whole checkpoint."""
+        """The last complete checkpoint."""
         return self.folder / "saved" / f"step_{KILLED_IN_STEP - 1}"
 
     def bridge(self, command: str, *arguments: str | Path, expect: int) -> subprocess.CompletedProcess[str]:
@@ -96,12 +96,12 @@ def check_served(torn: Torn, checkpoint: Path, version: int) -> None:
 
 
 def mean_difference(checkpoint: Path, answers: list[Group]) -> float:
-    """Return the mean log-prob difference between plain transformers and the server's answers, in nats."""
+    """Return the mean log-prob difference between transformers and the server's answers, in nats."""
     return logprob_diffs(PreparedModel(loaded(checkpoint)), answers).mean().item()
 
 
 def check_named(torn: Torn) -> None:
-    """Check that doctor and an ordinary trainer both report who died and the fix."""
+    """Check that doctor and an ordinary trainer both report which process died, and the fix."""
     done = torn.bridge("doctor", "--json", expect=3)
     rows: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert (rows["Fence"]["status"], rows["Fence"]["hint"]) == ("FAIL", f"bridge restore {torn.last}")
@@ -141,7 +141,7 @@ def held(torn: Torn) -> Iterator[Future[list[Group]]]:
         answer.result(timeout=LIMIT_S)
 
 
-def test_a_server_left_torn_is_named_and_mended_and_trained_on(torn: Torn) -> None:
+def test_torn_server_is_reported_restored_and_trained_on(torn: Torn) -> None:
     assert (torn.status().state, torn.status().last_checkpoint) == ("torn", str(torn.last))
     num_parameters = sum(1 for _ in loaded(torn.last).parameters())
     assert 0 < len(different(torn.server, torn.last)) <= num_parameters // 2
@@ -158,12 +158,12 @@ def test_a_server_left_torn_is_named_and_mended_and_trained_on(torn: Torn) -> No
     check_served(torn, torn.folder / "saved" / "step_5", torn.status().version)
 
 
-def test_resume_mends_a_torn_server_by_itself(torn: Torn) -> None:
+def test_resume_restores_a_torn_server(torn: Torn) -> None:
     torn.train("--resume", steps=4, expect=0)
     check_served(torn, torn.folder / "saved" / "step_4", torn.status().version)
 
 
-def test_a_server_goes_back_to_older_checkpoints_and_to_the_weights_that_it_began_with(torn: Torn) -> None:
+def test_server_restores_older_and_initial_weights(torn: Torn) -> None:
     checkpoints = torn.last, torn.folder / "saved" / "step_1", Path(torn.server.manifest.model)
     for number, checkpoint in enumerate(checkpoints, start=1):
         torn.restore(checkpoint, expect=0)

@@ -1,4 +1,4 @@
-"""A mixture of experts on the real vLLM on the CPU: with replay its largest mismatch is that of rounding.
+"""A mixture of experts on the real vLLM on the CPU: with replay, only rounding causes its largest mismatch.
 
 Not covered: which experts a token names while weights change (`test_torn_tokens.py`), the proof of each family
 (`test_families.py`), passes (`tests/unit/passes/test_routing.py`), a GPU (`tests/gpu/test_router_replay.py`).
@@ -19,7 +19,7 @@ STEPS = 6
 FLAGS = ("--lr", "1e-6", "--batch-size", "16", "--group-size", "4", "--max-staleness", "1")
 
 
-def test_replay_removes_what_other_experts_do_to_log_probabilities(tmp_path: Path) -> None:
+def test_router_replay_reduces_the_mismatch(tmp_path: Path) -> None:
     model = tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / "model")
     with scenarios.served(model, tmp_path / "server") as server:
         assert server.status().experts == (2, 2)
@@ -29,7 +29,7 @@ def test_replay_removes_what_other_experts_do_to_log_probabilities(tmp_path: Pat
 
 
 def a_later_turn_reports_its_new_tokens_alone(server: LiveServer) -> None:
-    """Sample a turn after 150 tokens, of which some are in the cache, and one that continues it in two ways."""
+    """Sample a turn after 150 tokens, some of which are cached, and a second turn that continues it in two ways."""
     endpoint, prompt = Endpoint(url=server.manifest.url, reports_experts=True), tuple(range(3, 153))
     with Sampler(SamplingConfig(max_new_tokens=8)) as sampler:
         servers = sampler.servers_at([endpoint])
@@ -44,9 +44,9 @@ def a_later_turn_reports_its_new_tokens_alone(server: LiveServer) -> None:
 
 
 def removes_the_mismatch_of_other_experts(server: LiveServer, folder: Path, *, at_least: float = 3) -> None:
-    """Train with and without replay, whose largest mismatch must be so many times larger, and its KL divergence larger.
+    """Train with and without replay; without it, mismatch must be larger by this factor, and the KL divergence larger.
 
-    In a stream, whose requests run across publications; the weights hardly move, so that rounding is the rest.
+    Rollouts are a stream whose requests run across publications; weights barely move, so only rounding remains.
     """
     steps = {}
     for choice in ("--router-replay", "--no-router-replay"):

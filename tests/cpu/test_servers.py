@@ -1,4 +1,4 @@
-"""Two terminals: `bridge train` on servers that others started, which stay, cut in parts or several of them.
+"""`bridge train` on servers that were started separately and keep running: one in parts, or several replicas.
 
 Not covered: which servers are refused (`tests/cli/test_running_servers.py`), and servers that a run starts
 (`test_gpus.py`).
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tiny.llama(), tmp_path_factory.mktemp("model"), std=0.06)
 
 
-def test_parts_are_attached_to_killed_and_attached_to_again(model: Path, tmp_path: Path) -> None:
+def test_parts_can_be_attached_to_again_after_a_kill(model: Path, tmp_path: Path) -> None:
     with scenarios.served(model, tmp_path / "server", num_parts=2) as server:
         named = "--vllm-config-path", str(server.path)
         process = trainer(model, tmp_path / "killed", *named, "--training-steps", "1000", "--save-interval", "1")
@@ -71,7 +71,7 @@ def test_parts_are_attached_to_killed_and_attached_to_again(model: Path, tmp_pat
         assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
-def test_replicas_train_on_servers_of_others(model: Path, tmp_path: Path) -> None:
+def test_replicas_train_on_existing_servers(model: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(scenarios.served(model, tmp_path / name)) for name in ("a", "b")]
         paths = [server.path for server in servers]
@@ -96,7 +96,7 @@ def test_replicas_train_on_servers_of_others(model: Path, tmp_path: Path) -> Non
         assert all(map(is_exact, rows))
 
 
-def test_a_server_that_dies_ends_the_run_and_keeps_its_last_step(model: Path, tmp_path: Path) -> None:
+def test_lost_external_server_ends_the_run_with_its_last_step(model: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(scenarios.served(model, tmp_path / name)) for name in ("a", "b"))
         process = trainer(

@@ -13,7 +13,7 @@ SEED, FAULTS = 0, 8
 
 
 @pytest.mark.slow
-def test_random_faults_leave_whole_versions_alone(tmp_path: Path) -> None:
+def test_random_faults_leave_only_published_versions(tmp_path: Path) -> None:
     lines: list[str] = []
     with soak.ground_of_vllm(tmp_path) as ground:
         outcomes = soak.soak(ground, SEED, lambda number: number >= FAULTS, lines.append)

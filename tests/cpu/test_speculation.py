@@ -1,6 +1,6 @@
-"""Speculation without a second set of weights, on the real vLLM on the CPU: drafts change the speed and nothing else.
+"""Speculation without a second set of weights, on the real vLLM on the CPU: drafts change only the speed.
 
-Prompts repeat, so that most steps draft; vLLM's counters prove that drafts were made and accepted.
+Prompts repeat themselves, so that most steps draft; vLLM's counters show that drafts were made and accepted.
 
 Not covered: its speed (`benchmarks/speculation.py`), methods other than `ngram`.
 """
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.slow
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 VOCABULARY, END = 20, 2
 PROMPT = [*range(3, VOCABULARY), *range(VOCABULARY - 1, 2, -1), *range(3, VOCABULARY)]
-"""Every token that is no special one, in two orders: whatever was sampled is found in it."""
+"""A prompt with every non-special token in two orders, so that any sampled token occurs in it."""
 NUM_DRAWS, AT_ONCE = 4_000, 200
 LEAST_EXPECTED = 5.0
-"""Cells with fewer expected draws are added up, as usual for this test."""
+"""Cells with fewer expected draws are merged, as usual for the chi-squared test."""
 SURELY_DIFFERENT, SURELY_NOT = 1e-9, 1e-4
-"""P-values: below the one nobody doubts a difference; above the other nobody finds one."""
+"""P-values: below the first a difference is certain; above the second there is no sign of one."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def reference(server: LiveServer) -> PreTrainedModel:
     return scenarios.loaded(Path(server.manifest.model)).float()
 
 
-def test_greedy_completions_are_those_of_the_model(server: LiveServer, reference: PreTrainedModel) -> None:
+def test_speculative_greedy_completions_match_the_model(server: LiveServer, reference: PreTrainedModel) -> None:
     before, num_tokens = accepted(server), 0
     for start in range(0, len(PROMPT), 2):
         prompt = [*PROMPT[start:], *PROMPT[:start]]
@@ -62,7 +62,7 @@ def test_greedy_completions_are_those_of_the_model(server: LiveServer, reference
     assert accepted(server) > before + num_tokens / 4
 
 
-def test_log_probabilities_are_those_of_the_model(server: LiveServer, reference: PreTrainedModel) -> None:
+def test_speculative_log_probs_match_the_model(server: LiveServer, reference: PreTrainedModel) -> None:
     for choice in sampled(server, n=8, temperature=0.7, max_tokens=48, seed=1):
         tokens = choice["token_ids"]
         logits = _logits(reference, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
@@ -71,7 +71,7 @@ def test_log_probabilities_are_those_of_the_model(server: LiveServer, reference:
         assert sum(count for _, count in choice["versions"]) == len(tokens)
 
 
-def test_samples_have_the_distribution_of_the_model(server: LiveServer, reference: PreTrainedModel) -> None:
+def test_speculative_samples_follow_the_models_distribution(server: LiveServer, reference: PreTrainedModel) -> None:
     before = accepted(server)
     draws = Counter(
         tuple(choice["token_ids"][:2])
@@ -97,7 +97,7 @@ def test_filters_are_refused(server: LiveServer) -> None:
 
 
 def sampled(server: LiveServer, **fields: Any) -> list[dict[str, Any]]:
-    """Return the choices of one request."""
+    """Send one request, and return its choices."""
     body = {"model": server.manifest.model, "prompt": PROMPT, **fields}
     answer = httpx.post(f"{server.manifest.url}{COMPLETIONS}", json=body, timeout=120, trust_env=False)
     return list(answer.raise_for_status().json()["choices"])
@@ -110,7 +110,7 @@ def accepted(server: LiveServer) -> float:
 
 
 def p_value(draws: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Return the chi-squared test's probability of draws at least this far from what is expected."""
+    """Return the chi-squared test's p-value for these draws."""
     assert set(draws) <= set(expected)
     total = draws.total()
     cells = [(draws[pair], total * share) for pair, share in expected.items()]
@@ -123,7 +123,7 @@ def p_value(draws: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
 
 
 def _pairs(reference: PreTrainedModel, *, temperature: float) -> dict[tuple[int, ...], float]:
-    """Return the probability of every first two tokens, or of the end alone."""
+    """Return the probability of every pair of first two tokens, or of an immediate end token."""
     first = (_logits(reference, PROMPT)[-1] / temperature).softmax(-1)
     shares: dict[tuple[int, ...], float] = {(END,): float(first[END])}
     for token in (token for token in range(VOCABULARY) if token != END):

@@ -1,4 +1,4 @@
-"""Training on groups that were begun under earlier versions, on the real vLLM on the CPU, in every mode.
+"""Training on groups that were started under earlier versions, on the real vLLM on the CPU, in every mode.
 
 Not covered: which groups a step takes (`tests/unit/rollouts/test_staleness.py`), the versions of tokens
 (`test_torn_tokens.py`).

@@ -29,7 +29,7 @@ ENVIRONMENT = f"{scenarios.ENVIRONMENT}:Vowels"
 
 @dataclass(frozen=True)
 class Stock:
-    """A vLLM without patches that can be restarted."""
+    """An unpatched vLLM that can be restarted."""
 
     engine: StartedServer
     model: Path
@@ -57,7 +57,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
         yield Stock(engine, model, config.port)
 
 
-def test_the_base_is_a_second_copy_and_the_adapter_goes_by_disk(stock: Stock, tmp_path: Path) -> None:
+def test_stock_server_gets_the_adapter_by_disk(stock: Stock, tmp_path: Path) -> None:
     stderr = scenarios.bridge(
         *("train", "--mode", "lora_only", "--lora-handover", "disk", "--lora-r", str(scenarios.LORA_RANK)),
         *("--vllm-port", str(stock.port), "--model-name", stock.model, "--lr", str(scenarios.LR)),
@@ -72,9 +72,7 @@ def test_the_base_is_a_second_copy_and_the_adapter_goes_by_disk(stock: Stock, tm
     assert [step["weight_version"] for step in scenarios.metrics(tmp_path / "run")] == [1, 2]
 
 
-def test_the_server_is_another_process_after_each_step_and_serves_what_was_trained(
-    stock: Stock, tmp_path: Path
-) -> None:
+def test_stock_server_restarts_with_the_trained_weights(stock: Stock, tmp_path: Path) -> None:
     assert httpx.get(f"{stock.url}/bridge/status").status_code == httpx.codes.NOT_FOUND
     before, pids = scenarios.sampled(stock.url), [pid_of(stock.engine)]
 

@@ -36,7 +36,7 @@ RUN_LIMIT_S = 800.0
 LEFT_LIMIT_S = GRACE_S + 7
 HANG_LIMIT_S = 8.0
 INTO_THE_NEXT_BATCH_S = 0.3
-"""A step is reported, and the next batch is sampled for a second or more; a busy server reports it too late."""
+"""The time after a step's report in which the next batch is being sampled, for a second or more."""
 COMMAND = "from bridge_cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
@@ -46,7 +46,7 @@ class StartedServer(started_servers.StartedServer):
 started_servers.StartedServer = StartedServer
 main.main()
 """
-"""The same command, with shorter time limits."""
+"""Runs the same command with shorter time limits."""
 ENVIRONMENT = """
 import os, pathlib, re, signal, psutil
 
@@ -72,7 +72,7 @@ class Accident:
 """
 ENGINE = "VLLM::EngineCor"
 SERVER = r"vLLM \(pid (\d+), log"
-"""Where a run says which process its API server is."""
+"""The part of a run's log that names the API server's process."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Run:
         return (self.folder / "said").read_text()
 
     def finishes(self) -> None:
-        """Wait for success: every step is there once, the checkpoint loads, and no process is left."""
+        """Wait for success, and check that every step exists once, the checkpoint loads, and no process is left."""
         code = self.process.wait(timeout=RUN_LIMIT_S)
         assert code == 0, self.stderr_text()
         assert "Traceback" not in self.stderr_text(), self.stderr_text()
@@ -205,7 +205,7 @@ def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path:
     assert "restarting vLLM" in run.stderr_text()
 
 
-def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -> None:
+def test_adapter_in_a_lora_slot_survives_a_server_loss(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "--mode", "lora_only", "--lora-r", "8") as run:
         run.wait_for(2)
         server = run.server()
@@ -234,7 +234,7 @@ def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.core
-def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
+def test_killed_run_leaves_no_process(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, environment={}) as run:
         run.wait_for(2)
         assert _engines(run)
@@ -243,7 +243,7 @@ def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> N
         assert run.left_after(LEFT_LIMIT_S) == []
 
 
-def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Path, tmp_path: Path) -> None:
+def test_run_killed_while_its_server_starts_leaves_no_process(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, environment={}) as run:
         run.until(lambda: _engines(run))
         run.process.kill()
@@ -251,7 +251,7 @@ def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Pa
         assert run.left_after(LEFT_LIMIT_S) == []
 
 
-def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_server_restart_immediately(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident="end_server(signal.SIGKILL)") as run:
         run.until(lambda: "restarting vLLM" in run.stderr_text())
         run.process.send_signal(signal.SIGINT)

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 NUM_PARTS, STEPS = 2, 3
 SHARED_MEMORY = Path("/dev/shm")
 FORM_OF_TRANSFORMERS_4 = {"torch_dtype", "rope_theta", "rope_scaling", "num_experts"}
-"""What a saved config.json has beside the keys of transformers 5."""
+"""Keys of a saved config.json in addition to those of transformers 5."""
 IN_PARTS = "--tensor-parallel-size", str(NUM_PARTS)
 ADAPTER = "--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK)
 EITHER = pytest.mark.parametrize(
@@ -51,7 +51,7 @@ EITHER = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
-    """Remove what vLLM's ranks leave in /dev/shm."""
+    """Remove the files that vLLM's ranks leave in /dev/shm."""
     mailboxes = "vllm_dist_*cpushm_*"
     before = {*SHARED_MEMORY.glob(mailboxes)}
     yield
@@ -60,7 +60,7 @@ def no_leftovers() -> Iterator[None]:
 
 
 def one_head() -> PretrainedConfig:
-    """Tied, with a vocabulary that is padded, and one head of keys and values, which the parts share."""
+    """Return a model with tied embeddings, a padded vocabulary, and a single key-value head, which the parts share."""
     config = tiny.llama()
     config.num_key_value_heads = 1
     return config
@@ -92,7 +92,7 @@ def scored(groups: Sequence[Group]) -> list[Group]:
 
 
 def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: dict[str, Any]) -> dict[str, Any]:
-    """Train a few steps, save, and return how far this part and the server were from each other."""
+    """Train a few steps, save, and return the differences between this part and the server."""
     config = TrainConfig.of(
         model_name=str(model), vllm_config_path=manifest, lr=scenarios.LR, batch_size=32, group_size=4,
         max_new_tokens=24, training_steps=STEPS, **choices,
@@ -133,7 +133,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
 
 
 def shared_memory(server: Child) -> set[Path]:
-    """Return the shared memory of Python's that the server's processes have."""
+    """Return the Python shared-memory segments of the server's processes."""
     maps = [region.path for process in children._tree(server) for region in process.memory_maps()]
     return {Path(path) for path in maps if path.startswith("/dev/shm/psm_")}
 
@@ -141,7 +141,7 @@ def shared_memory(server: Child) -> set[Path]:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.core) if name == "one head" else name for name in FAMILIES]
 )
-def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: str, tmp_path: Path) -> None:
+def test_parts_train_in_place_and_match_the_server(family: str, tmp_path: Path) -> None:
     config, limit = FAMILIES[family]
     model = tiny.write(config(), tmp_path / "model", std=0.06)
     first = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -185,7 +185,7 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     assert written == given | {name: written[name] for name in FORM_OF_TRANSFORMERS_4 & written.keys()}
 
 
-def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_peft(tmp_path: Path) -> None:
+def test_adapter_in_parts_is_trained_in_slots_and_saved_as_peft(tmp_path: Path) -> None:
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
     choices = {"mode": "lora_only", "lora_r": scenarios.LORA_RANK}
     given, saved = (model, tmp_path / "server" / MANIFEST_NAME, tmp_path, choices), tmp_path / "saved"
@@ -204,7 +204,7 @@ def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_
 
 
 @pytest.mark.several
-def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_any_number_of_parts(tmp_path: Path) -> None:
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     test_gpus.run(model, whole, *IN_PARTS, "--training-steps", "3", "--save-interval", "2", gpus=1)
@@ -223,7 +223,7 @@ def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) ->
 
 
 @pytest.mark.several
-def test_an_adapter_resumes_in_any_number_of_parts_and_by_disk(tmp_path: Path) -> None:
+def test_adapter_resumes_with_any_number_of_parts_and_by_disk(tmp_path: Path) -> None:
     model, saved = tiny.write(one_head(), tmp_path / "model", std=0.06), tmp_path / "saved"
     ways = (IN_PARTS, (), IN_PARTS, (*IN_PARTS, "--lora-handover", "disk"))
     for steps, way in enumerate(ways, start=2):
@@ -249,7 +249,7 @@ def test_two_replicas_of_two_parts_train_in_lockstep(tmp_path: Path, way: Sequen
 
 
 @EITHER
-def test_a_server_of_parts_that_dies_is_started_again_and_no_step_is_lost(tmp_path: Path, way: Sequence[str]) -> None:
+def test_server_in_parts_is_restarted_without_losing_a_step(tmp_path: Path, way: Sequence[str]) -> None:
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
     argv = test_gpus.command(model, tmp_path, *IN_PARTS, *way, "--training-steps", "12", gpus=1)
     process = test_gpus.started(argv, tmp_path / "out")
@@ -262,9 +262,7 @@ def test_a_server_of_parts_that_dies_is_started_again_and_no_step_is_lost(tmp_pa
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_in_parts_that_is_interrupted_or_loses_one_ends_in_a_line_and_leaves_no_process(
-    tmp_path: Path, how: signal.Signals
-) -> None:
+def test_interrupted_run_in_parts_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
     argv = test_gpus.command(model, tmp_path, *IN_PARTS, "--training-steps", "500", "--save-interval", "2", gpus=1)
     process = test_gpus.started(argv, tmp_path / "out")

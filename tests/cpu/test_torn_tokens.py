@@ -36,21 +36,17 @@ def test_server_and_transformers_agree_without_updates(alternation: Alternation)
     torn_tokens.agrees_without_fences(alternation, FEWER)
 
 
-def test_ten_thousand_tokens_are_each_of_one_published_state(alternation: Alternation) -> None:
+def test_10_000_tokens_each_come_from_one_published_state(alternation: Alternation) -> None:
     assert torn_tokens.finds_no_torn_token(alternation, LOAD).spanning > 0
 
 
 @pytest.mark.parametrize("load", [HALF, pytest.param(MANY, marks=pytest.mark.slow)], ids=["5,000", "100,000"])
-def test_tokens_of_requests_that_keep_their_cache_are_of_the_version_that_they_name(
-    alternation: Alternation, load: Load
-) -> None:
+def test_tokens_with_a_kept_cache_have_the_reported_version(alternation: Alternation, load: Load) -> None:
     torn_tokens.keeps_what_is_in_flight(alternation, load)
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
-def test_tokens_of_drained_and_aborted_requests_are_each_of_one_published_state(
-    alternation: Alternation, in_flight: InFlight
-) -> None:
+def test_drained_and_aborted_tokens_come_from_one_version(alternation: Alternation, in_flight: InFlight) -> None:
     assert torn_tokens.finds_no_torn_token(alternation, HALF, in_flight).spanning == 0
 
 
@@ -58,7 +54,7 @@ def test_weights_written_without_the_fence_are_detected(alternation: Alternation
     torn_tokens.finds_torn_tokens_without_the_fence(alternation, FEWER)
 
 
-def test_the_experts_of_a_token_are_of_the_version_that_it_names(tmp_path: Path) -> None:
+def test_experts_of_a_token_have_its_reported_version(tmp_path: Path) -> None:
     config = FAMILIES["Qwen3-MoE"]()
     with torn_tokens.alternating(config, tmp_path, LOAD) as alternation:
         torn_tokens.names_the_experts_of_its_version(alternation, FEWER)

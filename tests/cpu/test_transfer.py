@@ -36,7 +36,7 @@ from tests.listener import Listener
 from tests.models import tiny
 
 ROWS: Quantization = "fp8_per_channel"
-"""vLLM's only FP8 that a CPU without AMX computes with."""
+"""vLLM's only kind of FP8 that runs on a CPU without AMX."""
 ROOT = Path(__file__).parents[2]
 FEEDS: dict[str, Any] = {
     "mode": "none", "reload": "transfer", "training_steps": 3, "batch_size": 64, "group_size": 8, "lr": 3e-3,
@@ -53,7 +53,7 @@ trained(sys.argv[1], Path(sys.argv[2]), model_name=sys.argv[3])
 
 
 def trained(url: str, folder: Path, **choices: Any) -> list[dict[str, Any]]:
-    """Train on the server at `url`, or of this manifest, and return the metrics of each step."""
+    """Train on the server at `url`, or the one of this manifest, and return the metrics of each step."""
     config = TrainConfig.of(**FEEDS | {"servers": url, "save_path": folder / "saved"} | choices)
     Run(
         config, registry.load(config.task), RunDirectory.create(folder / "run", environment="vowels"), Listener()
@@ -83,9 +83,7 @@ def fed_server(
         yield f"http://127.0.0.1:{config.port}"
 
 
-def test_a_stock_server_serves_each_version_and_none_that_is_half_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_server_never_serves_half_sent_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gloo_transfer.send_over_gloo(replace=monkeypatch.setattr)
     with fed_server(tmp_path, monkeypatch, shares_weights=False) as url:
         model = str(tmp_path / "model")
@@ -110,7 +108,7 @@ def test_a_stock_server_serves_each_version_and_none_that_is_half_sent(
             trained(url, tmp_path / "third", model_name=model)
 
 
-def test_a_stock_server_quantizes_each_version_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_server_quantizes_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gloo_transfer.send_over_gloo(replace=monkeypatch.setattr)
     with fed_server(tmp_path, monkeypatch, shares_weights=False, quantization=ROWS) as url:
         assert served_checksums(url).items() >= rows_in_fp8(tmp_path / "model").items()
@@ -141,14 +139,14 @@ def served_checksums(url: str) -> dict[str, str]:
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
-    """Return the same of the parameters of a checkpoint that vLLM keeps on every CPU, under their own names."""
+    """Return the same checksums for a checkpoint's parameters that vLLM keeps unchanged, under their own names."""
     model = scenarios.loaded(checkpoint)
     names = [name for name, _ in model.named_parameters() if "norm" in name]
     return {name: hashlib.sha256(_bytes(model.get_parameter(name))).hexdigest() for name in names}
 
 
 def rows_in_fp8(model: Path) -> dict[str, str]:
-    """Return the checksums of a layer whose FP8 vLLM makes of one weight, and of one that it fuses of two."""
+    """Return the FP8 checksums of a layer that vLLM makes from one weight, and of one that it fuses from two."""
     weights = scenarios.loaded(model).state_dict()
     layer = "model.layers.1.mlp."
     gate_up = torch.cat([weights[f"{layer}{name}_proj.weight"] for name in ("gate", "up")])

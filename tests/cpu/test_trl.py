@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a server's own weights: the example, and what it learns beside a stock script.
+"""TRL's GRPOTrainer on a server's own weights: the example, and its learning compared with a stock script.
 
 Not covered: memory and speed.
 """
@@ -26,7 +26,7 @@ EXAMPLE = (EXAMPLES / "trl_grpo.py").read_text()
 STEPS = 60
 LIMIT_S = 600
 AT_THE_END = 10
-"""Steps whose mean rewards are compared: one step's differs by 0.04 by chance."""
+"""Number of steps whose mean reward is compared, since a single step's varies by 0.04 by chance."""
 LEAST_GAIN, NOISE = 0.2, 0.1
 SHOWN = """
 import json
@@ -73,8 +73,8 @@ def test_at_most_five_lines_differ_from_a_stock_script() -> None:
     assert 0 < len(changed) <= 5, changed
 
 
-def test_trl_steps_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> None:
-    """With a callback of the script's own, which ends training, and sees the gradients before the step takes them."""
+def test_trl_trains_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> None:
+    """The script has its own callback, which ends training, and sees the gradients before the step uses them."""
     before = llama.status().version
     script = EXAMPLE.replace("attach()", f"attach({str(llama.path)!r})").replace(
         "for_trl(policy, args)", "for_trl(policy, args, callbacks=[Mine()])"
@@ -111,14 +111,14 @@ def test_trl_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_p
 
 
 def b_of(folder: Path) -> torch.Tensor:
-    """Return all matrices B of a saved adapter, which begin at zero, in one row."""
+    """Return all B matrices of a saved adapter, which start at zero, as one vector."""
     saved = load_file(folder / "adapter_model.safetensors")
     return torch.cat([saved[name].float().flatten() for name in sorted(saved) if "lora_B" in name])
 
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_a_resumed_trainer_goes_on_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> None:
+def test_resumed_trl_trainer_continues_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> None:
     saving = EXAMPLE.replace("attach()", f"attach({str(llama.path)!r})")
     saving = saving.replace("float(text.strip() == wanted)", "len(text) + 0.0 * len(wanted)")
     saving = saving.replace('save_strategy="no"', 'save_strategy="steps", save_steps=2')

@@ -113,7 +113,7 @@ def test_verify_distinguishes_fp8_from_a_copy(server: LiveServer, tmp_path: Path
     assert rows(server, tmp_path)["FP8"]["status"] == "PASS"
 
 
-def test_training_shows_the_mismatch_of_fp8(server: LiveServer, tmp_path: Path) -> None:
+def test_training_reports_the_fp8_mismatch(server: LiveServer, tmp_path: Path) -> None:
     scenarios.trained(server, tmp_path)
     scenarios.check_metrics(tmp_path / "run", parity_limit=0.15)
     steps = scenarios.metrics(tmp_path / "run")

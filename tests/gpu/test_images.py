@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's
 LR = "1e-4"
 
 
-def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
+def test_task_with_images_is_learned(tmp_path: Path) -> None:
     model = written(large(FAMILIES["Qwen3-VL"]()), tmp_path)
     language = skeleton.build(str(model), torch.bfloat16).get_decoder()
     assert sum(parameter.numel() for parameter in language.parameters()) > LEAST_PARAMETERS

@@ -46,7 +46,7 @@ def test_models_sampling_defaults_are_ignored(llama: LiveServer) -> None:
         scenarios.samples_the_whole_distribution(llama, http)
 
 
-def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+def test_llama_trains_in_place_and_matches_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
     scenarios.trains_in_place(llama, tmp_path)
 
 
