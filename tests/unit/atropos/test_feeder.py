@@ -373,7 +373,7 @@ def test_trained_adapter_is_sampled_from() -> None:
 def test_adapter_that_changes_its_name_is_refused() -> None:
     with (
         serving(models("base", f"{ADAPTER}-4")) as server,
-        pytest.raises(UsageError, match=f"now {ADAPTER}-4") as caught,
+        pytest.raises(UsageError, match=f"currently {ADAPTER}-4") as caught,
     ):
         feeder.endpoints([server.url])
     assert "--lora-handover memory" in caught.value.hint
