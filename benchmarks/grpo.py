@@ -114,10 +114,10 @@ def _flags() -> argparse.ArgumentParser:
     flags, work = _results.parser(__doc__), Work()
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5b", "7b"])
     flags.add_argument("--steps", type=_results.count, default=8, help="measured steps of a run")
-    flags.add_argument("--warm-up", type=int, default=2, help="steps before them, in which is compiled")
-    flags.add_argument("--trl-steps", type=_results.count, help="the same of a run of TRL; default: as many")
-    flags.add_argument("--trl-warm-up", type=int, help="the same before them; default: as many")
-    flags.add_argument("--rounds", type=_results.count, default=1, help="runs of each side, in turns")
+    flags.add_argument("--warm-up", type=int, default=2, help="steps before them, which compile")
+    flags.add_argument("--trl-steps", type=_results.count, help="measured steps of TRL's runs (default: --steps)")
+    flags.add_argument("--trl-warm-up", type=int, help="warm-up steps of TRL's runs (default: --warm-up)")
+    flags.add_argument("--rounds", type=_results.count, default=1, help="runs of each side, alternating")
     flags.add_argument(
         "--trl", nargs="*", default=["16"], metavar="BATCH", help='"BATCH [flags of benchmarks._trl]", each a run'
     )

@@ -1,7 +1,7 @@
 """A host with several GPUs: speed on 1, 2, 4 and 8, large models, and replicas that stay equal and survive losses.
 
     python -m benchmarks.node --gpus 8
-    python -m benchmarks.node --gpus 8 --limit-s 560                     # again, to go on where the time was up
+    python -m benchmarks.node --gpus 8 --limit-s 560                     # again, to continue after running out of time
     python -m benchmarks.node --gpus 4 --runs fixed sizes
     python -m benchmarks.node --gpus 4 --size tiny --runs fixed replicas # also without a GPU: four processes
 

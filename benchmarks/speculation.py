@@ -32,7 +32,7 @@ def main() -> None:
     flags.add_argument("--size", choices=SIZES, default="1.5b")
     flags.add_argument("--requests", type=int, nargs="+", default=[8, 64, 256], help="completions in flight")
     flags.add_argument("--tokens", type=int, default=512, help="tokens of each")
-    flags.add_argument("--rounds", type=int, default=5, help="rounds per server, in turns")
+    flags.add_argument("--rounds", type=int, default=5, help="rounds per server, alternating")
     options = flags.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -141,7 +141,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--lengths", nargs="+", type=int, help="tokens of the one sequence of a step")
     flags.add_argument("--attention", nargs="+", metavar="KERNEL", help="kernels, each with every setting")
     flags.add_argument("--ranks", type=int, default=1, help="GPUs that compute each pass together")
-    flags.add_argument("--rounds", type=int, default=1, help="times that all rows are measured, in turns")
+    flags.add_argument("--rounds", type=int, default=1, help="how often all rows are measured, round by round")
     flags.add_argument("--steps", type=int, default=4, help="measured steps")
     flags.add_argument("--warm-up", type=int, default=2, help="steps before them")
     flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")

@@ -120,7 +120,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--turns", type=int, default=4, help="turns of a trajectory")
     made.add_argument("--tokens", type=int, default=256, help="sampled tokens of a turn")
     made.add_argument("--tool-ms", type=float, default=200, help="time that a call of the tool takes")
-    made.add_argument("--rounds", type=int, default=5, help="rounds per side, in turns")
+    made.add_argument("--rounds", type=int, default=5, help="rounds per side, alternating")
     return made
 
 

@@ -249,7 +249,7 @@ def _fault(sample: Sample, num_words: int) -> str:
 
 
 def _fault_of_targets(sample: Sample, num_sampled: int) -> str:
-    """Return what is wrong with the targets of a sample or their weights; empty: nothing."""
+    """Describe what is wrong with the targets of a sample or their weights; empty: they are valid."""
     targets: Any = sample.targets
     weights: Any = sample.target_weights
     if not targets:

@@ -823,11 +823,11 @@ class Policy:
     def load(self, folder: str | Path) -> None:
         """Load the weights of a Hugging Face folder, or of PEFT's for an adapter, into the server's memory.
 
-        The counterpart of `save`, for a checkpoint or the model's own folder, too. The optimizer starts anew, and
-        gradients are dropped. It repairs half-written weights.
+        This is the counterpart of `save`; it also loads checkpoints and the model's own folder. The optimizer state is
+        reset, and gradients are dropped. It also repairs half-written weights.
 
         Raises:
-            UsageError: it is of another model, or the policy only reads; nothing was loaded.
+            UsageError: the folder belongs to a different model, or the policy is read-only; nothing was loaded.
         """
         self._refuse_to_write()
         source = path_of("policy.load: folder", folder)

@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 LONG_TOKENS = 4_096
 """From this many tokens on, a sequence's attention output is worth keeping: recomputing attention would take long."""
 WORDS = {
-    ATTENTION: "activations are recomputed, but for attention",
+    ATTENTION: "activations are recomputed, except attention",
     INPUTS: "activations are recomputed",
-    HOST_ATTENTION: "activations are recomputed, but for attention, and what is kept is in host memory",
-    HOST_INPUTS: "activations are recomputed, and what is kept is in host memory",
+    HOST_ATTENTION: "activations are recomputed, except attention, and kept ones are in host memory",
+    HOST_INPUTS: "activations are recomputed, and kept ones are in host memory",
 }
 """How log lines describe the activations that layers keep."""
 WAYS = (ALL, *WORDS)

@@ -83,7 +83,7 @@ def token_logprobs(
     """Return float32 log-probabilities of `targets_NX` and the entropies (without gradient), both in nats.
 
     With `compiles`, a block of logits is processed by one kernel forward and one backward, instead of a dozen that each
-    read it; not with several targets of a row. Both results are over the words that were `kept`; None: over all words.
+    read it, unless rows have several targets. Both results are over the words that were `kept`; None: over all words.
     `words` are the ones in this rank's head, and all ranks must call this function with the same rows; None: the head
     has all words.
 
@@ -308,12 +308,12 @@ def _within(targets_NX: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 
 def _columns(of_targets_NX: Tensor) -> Tensor:
-    """Return what each target has as columns: [N] -> [N, 1], [N, K] -> [N, K]."""
+    """Return values per target as a matrix: [N] -> [N, 1], [N, K] -> [N, K]."""
     return of_targets_NX.unsqueeze(1) if of_targets_NX.dim() == 1 else of_targets_NX
 
 
 def _beside(of_rows_N: Tensor, targets_NX: Tensor) -> Tensor:
-    """Return what each row has in a shape that can be subtracted from what each of its targets has."""
+    """Return values per row in a shape that broadcasts with values per target."""
     return of_rows_N if targets_NX.dim() == 1 else of_rows_N.unsqueeze(1)
 
 

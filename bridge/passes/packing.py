@@ -23,8 +23,8 @@ The same with shared prompts, and a third sample: prompt `p p p` with completion
 
 A token that was not sampled, such as one of a tool's answer, is in tokens_T but has no row.
 
-With targets of its own, a sample says what is scored in each row instead of the next token: one token, which takes its
-place in targets_N, or K of them, which are in `several`.
+A sample may have its own targets, which are scored instead of the sampled tokens: one token per row, which is then in
+targets_N, or K tokens per row, which are in `several`.
 """
 
 import math
@@ -77,13 +77,13 @@ class Sample:
     images: Images | None = None
     """The prompt's images."""
     targets: tuple[int, ...] | tuple[tuple[int, ...], ...] = ()
-    """Token ids to score instead of each sampled token: one, or K each; empty: the sampled tokens themselves."""
+    """Token ids to score instead of the sampled tokens, one or K for each; empty: the sampled tokens themselves."""
     target_weights: tuple[tuple[float, ...], ...] = ()
-    """Factor of each of the K targets of each sampled token, such as a teacher's probability; empty: 1."""
+    """A factor for each of the K targets of a sampled token, such as a teacher's probability; empty: 1."""
 
     @property
     def num_targets(self) -> int:
-        """K, the number of targets of each sampled token; 0: they are given one by one, or not at all."""
+        """The number of targets per sampled token, K; 0: there is a single target each, or none."""
         return len(self.targets[0]) if self.targets and isinstance(self.targets[0], tuple) else 0
 
     @property
@@ -117,13 +117,13 @@ class Kept(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Several targets of each row; rows of samples with fewer are filled up with a target of weight 0."""
+    """Several targets per row; rows with fewer targets are padded with targets of weight 0."""
 
     ids_NK: Tensor
     weights_NK: Tensor
 
     def rows(self, chosen_M: Tensor) -> "Targets":
-        """Return the targets of some rows."""
+        """Select the targets of some rows."""
         return Targets(self.ids_NK[chosen_M], self.weights_NK[chosen_M])
 
 
@@ -329,7 +329,7 @@ def _first_targets(sample: Sample) -> Iterable[int]:
 
 
 def _filled(sample: Sample, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the targets of a sample's rows and their weights, flat; after its own, the first one of weight 0."""
+    """Return the targets of a sample's rows and their weights, flattened and padded with targets of weight 0."""
     own = max(1, sample.num_targets)
     first_N1 = np.array(_first_targets(sample), dtype=np.int64).reshape(-1, 1)
     ids_NK = first_N1.repeat(width, axis=1)

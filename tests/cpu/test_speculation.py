@@ -83,7 +83,7 @@ def test_speculative_samples_follow_the_models_distribution(server: LiveServer, 
     assert p_value(draws, _pairs(reference, temperature=1.2)) < SURELY_DIFFERENT
 
 
-def test_it_is_trained_in_place_and_verified(server: LiveServer, tmp_path: Path) -> None:
+def test_speculative_server_is_trained_in_place(server: LiveServer, tmp_path: Path) -> None:
     scenarios.trained(server, tmp_path, "--lr", "1e-4", steps=3)
     assert not scenarios.different(server, tmp_path / "saved" / "step_3")
     scenarios.verifies(server, tmp_path)

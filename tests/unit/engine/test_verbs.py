@@ -798,7 +798,7 @@ def test_hyperparameters_out_of_range_change_nothing(
     policy.optim_step()
 
 
-def test_loaded_weights_start_the_optimizer_anew(
+def test_loading_weights_resets_the_optimizer(
     policy: bridge.Policy, toy: toy_server.ToyServer, groups: list[Group], tmp_path: Path
 ) -> None:
     samples = bridge.samples(groups)
@@ -826,7 +826,7 @@ def test_a_policy_names_its_model_and_longest_sequence(policy: bridge.Policy, to
     assert policy.max_model_len == toy.manifest.max_model_len
 
 
-def test_dropped_gradients_are_no_part_of_a_step(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_dropped_gradients_do_not_affect_a_step(policy: bridge.Policy, groups: list[Group]) -> None:
     policy.forward_backward(bridge.samples(groups)[:8])
     policy.drop_gradients()
     assert gradients(policy) == []

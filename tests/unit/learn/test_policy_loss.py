@@ -242,7 +242,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens(
     assert (value, slope) == pytest.approx((loss, gradient), rel=1e-12)
 
 
-def test_bad_tokens_past_the_second_clip_are_clipped_high() -> None:
+def test_bad_tokens_past_the_dual_clip_count_as_clipped_high() -> None:
     batch = batch_of([-2.0, -2.0, 2.0, 2.0])
     logprobs_N, old_N = at(batch, [4.0, 2.5, 1.5, 1.1])
     shares = means(policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, clip_dual=3.0))[1])
@@ -671,7 +671,7 @@ def test_gspo_truncates_one_weight_per_completion() -> None:
         ({"loss": "gspo", "mismatch": "mask", "mismatch_level": "sequence"}, (0, 0, 1, 1)),
     ],
 )
-def test_the_loss_decides_the_level_of_its_correction(choices: dict[str, Any], weights: Sequence[float]) -> None:
+def test_default_correction_level_depends_on_the_loss(choices: dict[str, Any], weights: Sequence[float]) -> None:
     batch = batch_of([1.0, 1.0], [1.0, 1.0])
     old_N = batch.sampled_logprobs_N + tensor(3.0, 3.0, 0.25, 4.0).log()
     logprobs_N = old_N.clone().requires_grad_()
@@ -680,7 +680,7 @@ def test_the_loss_decides_the_level_of_its_correction(choices: dict[str, Any], w
     assert (-gradient_N).tolist() == pytest.approx(list(weights))
 
 
-def test_each_token_is_corrected_given_those_before_it() -> None:
+def test_token_level_correction_is_exact_given_the_prefix() -> None:
     """Enumerate all pairs; prefixes have the server's probabilities, each next choice the trainer's."""
     torch.manual_seed(2)
     stale_VV, values_VV = torch.rand(4, 4, dtype=torch.float64).softmax(1), torch.randn(4, 4, dtype=torch.float64)

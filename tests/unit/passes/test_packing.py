@@ -207,7 +207,7 @@ def test_packs_respect_the_limit_and_hold_every_token() -> None:
     assert sum(len(batch.rows_N) for batch in batches) == sum(lengths) - len(lengths)
 
 
-def test_short_samples_fill_gaps_beside_long_ones() -> None:
+def test_short_samples_fill_gaps_between_long_ones() -> None:
     batches = pack([of_length(length) for length in (3, 7, 6, 4, 2, 8)], max_tokens=10)
     assert [lengths_of(batch) for batch in batches] == [[8, 2], [7, 3], [6, 4]]
 

@@ -67,7 +67,7 @@ def test_several_targets_equal_a_float64_computation(cap: float | None, compiles
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_one_column_of_targets_is_one_target_to_the_bit() -> None:
+def test_a_single_target_column_equals_one_target_bitwise() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(10, 16, requires_grad=True), torch.randn(WORDS, 16, requires_grad=True)
     targets, weights = torch.randint(WORDS, (10,)), torch.randn(10)
@@ -129,7 +129,7 @@ def pack(samples: list[Sample], max_tokens: int = 1000, *, share_prompts: bool =
     return packs(samples, max_tokens=max_tokens, device=CPU, share_prompts=share_prompts)
 
 
-def test_a_target_takes_the_place_of_the_next_token() -> None:
+def test_target_replaces_the_next_token() -> None:
     (plain,) = pack([sample((6, 1), 7), sample((1, 2, 3), 4, 5)])
     (batch,) = pack([sample((6, 1), 7, targets=(9,)), sample((1, 2, 3), 4, 5)])
     assert batch.targets_N.tolist() == [4, 5, 9]
@@ -137,7 +137,7 @@ def test_a_target_takes_the_place_of_the_next_token() -> None:
     assert torch.equal(batch.tokens_T, plain.tokens_T)
 
 
-def test_samples_with_several_targets_fill_up_the_others() -> None:
+def test_rows_with_fewer_targets_are_padded() -> None:
     several = {"targets": ((9, 8), (7, 6)), "target_weights": ((0.5, 0.25), (1.0, -1.0))}
     (batch,) = pack([sample((6, 1), 7), sample((1, 2, 3), 4, 5, **several), sample((1,), 2, targets=((3, 4, 5),))])
     assert batch.several is not None
@@ -241,7 +241,7 @@ def of_slices(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*results, strict=True))
 
 
-def test_slices_compute_several_targets_as_whole_packs() -> None:
+def test_slices_with_several_targets_match_full_packs() -> None:
     for pairs in on_ranks(2, of_slices, cp_size=2, limit_s=LIMIT_S):
         for whole, cut in pairs:
             torch.testing.assert_close(cut, whole, rtol=1e-3, atol=1e-4)
@@ -264,7 +264,7 @@ def with_a_cut_head(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*results, strict=True))
 
 
-def test_several_targets_of_a_cut_head_are_those_of_the_whole() -> None:
+def test_several_targets_on_a_cut_head_match_the_full_head() -> None:
     for pairs in on_ranks(2, with_a_cut_head, limit_s=LIMIT_S):
         for actual, expected in pairs:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
