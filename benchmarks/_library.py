@@ -41,7 +41,7 @@ class Program:
 def main() -> None:
     """Train until this process is killed, and print one line per step."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
+    os.dup2(2, 1)  # vLLM logs to stdout, which is reserved for results
     model, work, *variant = sys.argv[1:]
     train(Program(Path(model), Work(**json.loads(work)), variant), lines)
 

@@ -76,8 +76,8 @@ class Gradients:
         several = next((one.index for one in given if one.sample.num_targets), None)
         if self._loss is None and several is not None:
             raise UsageError(
-                f"sample {several} has several targets of each token, and loss is a LossConfig,"
-                " whose ratios are of one",
+                f"sample {several} has several targets per token, but loss is a LossConfig, whose ratios need a single"
+                " target per token",
                 hint="loss=lambda logprobs, batch: -(logprobs * batch.several.weights_NK).sum()",
             )
         self._start()
@@ -253,19 +253,19 @@ def _fault_of_targets(sample: Sample, num_sampled: int) -> str:
     targets: Any = sample.targets
     weights: Any = sample.target_weights
     if not targets:
-        return "has target_weights, and no targets" if weights else ""
+        return "has target_weights but no targets" if weights else ""
     if len(targets) != num_sampled:
         return f"has {num_sampled} sampled tokens and {len(targets)} targets"
     counts = sorted({len(of_token) if isinstance(of_token, tuple) else 0 for of_token in targets})
     if len(counts) > 1 or (counts == [0] and isinstance(targets[0], tuple)):
-        return f"has between {counts[0]} and {counts[-1]} targets of a token, expected as many of each"
+        return f"has between {counts[0]} and {counts[-1]} targets per token, expected the same number for each token"
     if not weights:
         return ""
     if counts == [0]:
-        return "has target_weights, and one target of each token, whose factor is weight or an advantage"
+        return "has target_weights, but only one target per token; scale that by weight or by an advantage"
     shape = {len(of_token) if isinstance(of_token, tuple) else 0 for of_token in weights}
     if len(weights) != num_sampled or shape != set(counts):
-        return f"has target_weights of another shape than its {num_sampled} x {counts[0]} targets"
+        return f"has target_weights whose shape differs from its {num_sampled} x {counts[0]} targets"
     wrong = next((value for value in chain.from_iterable(weights) if not math.isfinite(value)), None)
     return "" if wrong is None else f"has a target weight of {wrong}, expected a finite number"
 

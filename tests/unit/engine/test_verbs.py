@@ -720,8 +720,8 @@ def test_targets_are_scored_in_the_callers_order(toy: toy_server.ToyServer, tmp_
         ({"targets": ((), ())}, "between 0 and 0 targets"),
         ({"targets": [1, 2]}, "as targets, expected a tuple"),
         ({"targets": (), "target_weights": ((1.0,), (1.0,))}, "no targets"),
-        ({"targets": (1, 2), "target_weights": ((1.0,), (1.0,))}, "one target of each token"),
-        ({"targets": ((1, 2), (3, 4)), "target_weights": ((1.0, 1.0),)}, "another shape than its 2 x 2"),
+        ({"targets": (1, 2), "target_weights": ((1.0,), (1.0,))}, "one target per token"),
+        ({"targets": ((1, 2), (3, 4)), "target_weights": ((1.0, 1.0),)}, "shape differs from its 2 x 2"),
         ({"targets": ((1, 2), (3, 4)), "target_weights": ((1.0, 1.0), (math.nan, 1.0))}, "weight of nan"),
     ],
 )
@@ -732,7 +732,7 @@ def test_unusable_targets_are_refused(policy: bridge.Policy, changes: dict[str, 
 
 
 def test_ratios_to_several_targets_are_refused(policy: bridge.Policy) -> None:
-    with pytest.raises(UsageError, match="sample 0 has several targets of each token, and loss is a LossConfig"):
+    with pytest.raises(UsageError, match="sample 0 has several targets per token, but loss is a LossConfig"):
         policy.forward_backward(given_targets())
 
 
