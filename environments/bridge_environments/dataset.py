@@ -1,13 +1,13 @@
-r"""Rows of local JSONL, JSON and Parquet files, of folders of them, and of data sets on the hub; their formats.
+r"""Read problems from local JSONL, JSON and Parquet files, from folders of these, and from data sets on the hub.
 
-The same rows give the same problems in every format. A file is opened by its own name, each time: no character of a
-path is a pattern, and nothing is cached. A key that is null in a chat message, a tool call or a tool's schema is
-absent, because Parquet gives every message the keys of all others.
+The same rows give the same problems in every file format. A file is always opened by its exact name: no character of a
+path acts as a pattern, and nothing is cached. Null values in chat messages, tool calls and tool schemas are dropped,
+because Parquet gives every message the keys of all messages.
 
-GSM8K has grade-school word problems: a question, and a worked answer that ends in `#### 42`. The 162 problems in
-`problems/` were written for this project, so that everything can be tried offline. The data set itself is
-`openai/gsm8k` on the hub (Cobbe et al. 2021, arXiv 2110.14168); they include nothing of it. JSONL has your own
-problems: a prompt (text or chat messages), an optional answer, and optional images (paths from the file's folder).
+The format GSM8K has grade-school word problems: a question, and a worked answer that ends in `#### 42`. The 162
+problems in `problems/` were written for this project, so that everything can be tried offline. They include nothing
+from the data set itself, `openai/gsm8k` on the hub (Cobbe et al. 2021, arXiv 2110.14168). The format JSONL is for your
+own problems: a prompt (text or chat messages), an optional answer, and optional images (paths relative to the file).
 """
 
 import json
@@ -27,44 +27,44 @@ from bridge_environments.environment_checks import problem_fault
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Files of a folder that have rows."""
+"""Suffixes of files with rows."""
 NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files of the library datasets that describe a data set."""
+"""Names of files without rows, with which the library datasets describes a data set."""
 PARQUET = b"PAR1"
-"""First bytes of a Parquet file."""
+"""The first bytes of a Parquet file."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")
-"""Columns in which pandas keeps the numbers of the rows of a data frame."""
+"""Matches columns in which pandas stores the index of a data frame."""
 SPLIT_WORDS: Mapping[str, Sequence[str]] = {
     "train": ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "dev", "val"),
 }
-"""Split -> the words by which the library datasets finds it in the names of files and folders."""
+"""Split -> the words in file and folder names by which the library datasets recognizes it."""
 WRITE_JSONL = "write a JSON object in each line, or one JSON list of objects"
 MAX_SHOWN_FAULTS = 10
-"""Most kinds of bad rows in an error message; the rest are counted."""
+"""Maximum number of different faults in an error message; the others are counted."""
 
 
 class BadRowError(ValueError):
-    """One row is not a problem; it becomes part of an error that lists all of them."""
+    """A row that is not a valid problem; reported in one error together with all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Columns and conversions by which rows become problems."""
+    """How rows become problems."""
 
     problem: Callable[[Mapping[str, Any], str, str], Problem]
-    """Turns a row's values into a problem, given the prompt's and the answer's columns; may raise `BadRowError`."""
+    """Converts a row's values to a problem, given the prompt and answer columns; may raise `BadRowError`."""
     prompt_column: str
-    """Default column of the prompt."""
+    """Default prompt column."""
     reward: str
     """Default reward."""
     system_prompt: str | None = None
     """Default system message."""
     subset: str | None = None
-    """Configuration of the data set on the hub."""
+    """Name of the data set's configuration on the hub."""
     bundled: Path | None = None
-    """Folder of the default problems."""
+    """Folder with the default problems."""
 
 
 class Row(NamedTuple):
@@ -73,23 +73,23 @@ class Row(NamedTuple):
     place: str
     """Position for error messages, such as `line 7`."""
     content: Any
-    """Values, a line of JSON, or the `BadRowError` of a row that cannot be read."""
+    """The row's values, a line of JSON, or the `BadRowError` of an unreadable row."""
     folder: Path | None = None
-    """Folder that image paths are relative to; None: the rows have no files."""
+    """The folder that image paths are relative to; None if the row is not from a local file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of one source."""
+    """The rows of one source."""
 
     source: str
-    """The file, or the data set and the split, for error messages."""
+    """The file, or the data set and its split, for error messages."""
     rows: Sequence[Row]
 
     def problems(self, make: Callable[[dict[str, Any]], Problem]) -> list[Problem]:
-        """Return `make` of each row's values."""
+        """Convert all rows to problems with `make`; raise RewardError if any row is bad, or if there are no rows."""
         problems = list[Problem]()
-        places = dict[str, list[str]]()  # what is wrong -> the rows that it is wrong with
+        places = dict[str, list[str]]()  # fault -> the rows with this fault
         for row in self.rows:
             try:
                 problems.append(make(_located(_values(row.content), row.folder)))
@@ -113,16 +113,17 @@ class Rows:
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:
-    """Return the row's value in the column `name`."""
+    """Return a row's value in the column `name`; raise BadRowError if there is no such column."""
     if name not in values:
         raise BadRowError(f"has no column {name!r}, found {shortened(', '.join(values)) or 'none'}")
     return values[name]
 
 
 def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]:
-    """Return the rows to train on and those held out, if any: the splits `train` and `test`.
+    """Return the training rows and the held-out rows, if any: the splits `train` and `test`.
 
-    A file has no splits. `subset` is the configuration of a data set on the hub, and its folder in a local copy.
+    A single file has no splits. `subset` names the configuration of a data set on the hub, or its folder in a local
+    copy.
     """
     path = paths.expanded(source)
     if paths.is_file(path):
@@ -134,7 +135,7 @@ def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]
 
 
 def check_source(source: str, flag: str) -> None:
-    """Check that `source` is a file, a folder or a name that the hub could have."""
+    """Check that `source` is a file, a folder, or a possible name of a data set on the hub."""
     path = paths.expanded(source)
     if paths.is_file(path) or paths.is_folder(path):
         return
@@ -149,7 +150,7 @@ def check_source(source: str, flag: str) -> None:
 
 
 def _of_files(files: Sequence[Path], source: str) -> Rows:
-    """Return the rows of all `files`, which are the `source`."""
+    """Return the rows of all `files`; `source` names them in error messages."""
     if len(files) == 1:
         return Rows(source=str(files[0]), rows=[*_rows(files[0])])
     return Rows(
@@ -158,7 +159,7 @@ def _of_files(files: Sequence[Path], source: str) -> Rows:
 
 
 def _rows(path: Path) -> Iterable[Row]:
-    """Return the rows of a file: of Parquet, of a JSON list, or of JSONL, one per line that is not blank."""
+    """Return the rows of a Parquet file, of a JSON list, or of a JSONL file with one row per non-blank line."""
     try:
         with path.open("rb") as file:
             is_parquet = file.read(len(PARQUET)) == PARQUET or path.suffix.lower() == ".parquet"
@@ -180,18 +181,18 @@ def _rows(path: Path) -> Iterable[Row]:
 
 
 def _parquet(path: Path) -> list[Any]:
-    """Return the rows of a Parquet file, without the index of a data frame."""
+    """Return the rows of a Parquet file, without pandas' index columns."""
     try:
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(
-            f"{path} is a Parquet file, and pyarrow is not installed",
+            f"{path} is a Parquet file, but pyarrow is not installed",
             hint="pip install pyarrow, or write the problems to a JSONL file",
         ) from error
     try:
         with path.open("rb") as file:
             table = parquet.ParquetFile(file).read()
-    except Exception as error:  # which errors a damaged file raises is pyarrow's to choose
+    except Exception as error:  # pyarrow may raise anything for a damaged file
         raise UsageError(
             f"{path} cannot be read as Parquet{reason_of(error)}",
             hint="write the file again, or write the problems to a JSONL file",
@@ -210,7 +211,7 @@ def _parquet(path: Path) -> list[Any]:
 
 
 def _only_row(table: Any) -> Any:
-    """Return the values of a table of one row, or why they cannot be read."""
+    """Return the values of a one-row table, or a BadRowError if they cannot be read."""
     try:
         return table.to_pylist()[0]
     except Exception as error:  # noqa: BLE001  as above
@@ -218,10 +219,10 @@ def _only_row(table: Any) -> Any:
 
 
 def _json_list(path: Path, content: bytes) -> list[Any] | None:
-    """Return the rows of a file that is one JSON list; None if it has a JSON document in each line, or in none.
+    """Return the rows of a file that is a single JSON list; None if the file should be read line by line.
 
     Raises:
-        RewardError: it is one JSON object, or a list over several lines that is not JSON.
+        RewardError: the file is a single JSON object, or an invalid list over several lines.
     """
     first = content.lstrip()[:1]
     is_jsonl = _is_json(content.lstrip().partition(b"\n")[0])
@@ -265,18 +266,18 @@ def _values(content: Any) -> dict[str, Any]:
 
 
 def _is_of_chat(name: str, value: Any) -> bool:
-    """Return whether a column has chat messages or the schemas of tools."""
+    """Return whether a column has chat messages or tool schemas."""
     is_list_of_dicts = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
     return is_list_of_dicts and (name == "tools" or "role" in value[0])
 
 
 def _located(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return the values with absolute paths of images."""
+    """Return the values with absolute image paths."""
     images = values.get("images")
     if not images:
         return values
     if folder is None:
-        raise BadRowError("has images, which are read from the files that a row of a local file names")
+        raise BadRowError("has images, which are supported only as paths in a local file")
     is_list = isinstance(images, list) and all(isinstance(path, str) for path in images)
     return {**values, "images": [str(folder / path) for path in images]} if is_list else values
 
@@ -285,7 +286,7 @@ def _located(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def _folder(path: Path, subset: str | None, source: str, flag: str) -> tuple[Rows, Rows | None]:
-    """Return the splits of a folder with `train.jsonl`, or with files in the hub's layout."""
+    """Return the splits of a folder that has a `train.jsonl`, or files in the hub's layout."""
     folder = path / subset if subset and paths.is_folder(path / subset) else path
     if paths.is_file(folder / "train.jsonl"):
         splits = {name: [file] for name in ("train", "test") if paths.is_file(file := folder / f"{name}.jsonl")}
@@ -310,7 +311,7 @@ def _folder(path: Path, subset: str | None, source: str, flag: str) -> tuple[Row
 
 
 def _splits_of_card(folder: Path, subset: str | None, flag: str) -> dict[str, list[Path]]:
-    """Return the files of each split that the folder's README.md names, as it does on the hub; empty: it names none."""
+    """Return the files of each split that the folder's README.md lists, as on the hub; empty if it lists none."""
     card = folder / "README.md"
     if not paths.is_file(card):
         return {}
@@ -324,7 +325,7 @@ def _splits_of_card(folder: Path, subset: str | None, flag: str) -> dict[str, li
         chosen = next((name for name in known if name in files), next(iter(files)) if len(files) == 1 else None)
         of_splits = [] if chosen is None else _named_patterns(files[chosen])
         splits = {name: sorted(file for pattern in given for file in folder.glob(pattern)) for name, given in of_splits}
-    except Exception as error:  # which errors odd metadata raises is not ours to choose
+    except Exception as error:  # invalid metadata may raise anything
         raise UsageError(
             f"{card} has metadata that cannot be read{reason_of(error)}", hint="fix it, or name one file"
         ) from error
@@ -337,7 +338,7 @@ def _splits_of_card(folder: Path, subset: str | None, flag: str) -> dict[str, li
 
 
 def _named_patterns(data_files: Any) -> list[tuple[str, list[str]]]:
-    """Return the patterns of each split, in any of the forms that a card may have."""
+    """Return the file patterns of each split, from any form of `data_files` that a README.md may have."""
     if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
         pairs = [(entry["split"], entry["path"]) for entry in data_files]
     elif isinstance(data_files, dict):
@@ -348,7 +349,7 @@ def _named_patterns(data_files: Any) -> list[tuple[str, list[str]]]:
 
 
 def _splits_by_name(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each split, by words in their names, else in those of folders; without any, all are `train`.
+    """Return the files of each split, found by words in file names or else in folder names; default: all are `train`.
 
     Source: the order of `get_data_patterns` in the library datasets 5.2.
     """
@@ -385,7 +386,7 @@ def _no_train(source: str, flag: str, found: Iterable[str]) -> UsageError:
 
 
 def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple[Rows, Rows | None]:
-    """Return the splits of what the library datasets loads from `path`."""
+    """Load a data set from `path` with the library datasets, and return its splits."""
     try:
         import datasets
     except ImportError as error:
@@ -397,13 +398,13 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
         datasets.disable_progress_bars()
     from bridge.core import hub
 
-    fault = hub.why_unreachable(path) if "name" in options else ""  # not of files
+    fault = hub.why_unreachable(path) if "name" in options else ""  # only for data sets on the hub
     is_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # then it looks into its cache at once
+    datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # if the hub is unreachable, use the cache immediately
     try:
         splits = datasets.load_dataset(path, **options)
         rows = {name: splits[name].to_list() for name in ("train", "test") if name in splits}
-    except Exception as error:  # what is raised depends on the data set, on optional libraries and on the network
+    except Exception as error:  # the error's class depends on the data set, optional libraries and the network
         local = f"use a local copy: {flag} path/to/folder"
         if "socks" in str(error).lower():
             hint = f"pip install socksio, or unset ALL_PROXY; or {local}"
@@ -432,7 +433,7 @@ NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(?<=\d)")
 
 
 def gsm8k_problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
-    """Return a problem: the question as chat messages and as text, the final number, and the worked solution."""
+    """Return a problem with the question as chat messages and as text, the final number, and the worked solution."""
     if values.get("images"):
         raise BadRowError("has images, which only --environment jsonl reads")
     question = column(values, prompt_column)
@@ -465,12 +466,12 @@ GSM8K = Format(
 
 
 def jsonl_problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
-    """Return a problem with the prompt and an optional answer; other columns stay in it, for your own rewards."""
+    """Return a problem with the prompt and an optional answer; other columns are kept for custom rewards."""
     made = {**values, "prompt": column(values, prompt_column)}
     if answer_column in values:
         made["answer"] = values[answer_column]
     else:
-        made.pop("answer", None)  # another column than the chosen one
+        made.pop("answer", None)  # a column named `answer` that is not the chosen answer column
     if fault := problem_fault(made):
         raise BadRowError(f"is not a problem: {fault}")
     return cast("Problem", made)

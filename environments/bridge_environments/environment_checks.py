@@ -1,6 +1,7 @@
-"""Check an environment of the user's: how the model answers in it, its score, its tools and its problems.
+"""Check a user's environment: its kind of interaction, its score, its tools and its problems.
 
-The first problems are checked before anything starts, the others as they are read: there may be no last one.
+The first problems are checked before anything starts. The others are checked as they are read, because an environment
+may yield problems without end.
 """
 
 import inspect
@@ -18,19 +19,19 @@ from bridge.types import Interaction, Problem
 
 EXAMPLE = "{'prompt': '3+4='}"
 OF_JSON = (str, int, float, bool, list, tuple, type(None), Any)
-"""Classes that JSON makes, besides objects."""
+"""Types of parsed JSON values other than objects."""
 NUM_FIRST = 64
-"""Problems that are checked before anything starts."""
+"""Number of problems that are checked before anything starts."""
 RUN = "def run(self, problem: dict, base_url: str) -> float"
 REWARD = "def get_reward(self) -> float"
 SCORE = "def score(self, problem: dict, completion: str) -> float"
 
 
 def check_score(environment: Any, name: str) -> None:
-    """Check that `environment` has a score that can be called."""
+    """Raise RewardError unless `environment` has a method `score` with the right parameters."""
     score = getattr(environment, "score", None)
     if not callable(score):
-        hint = f"add to it: {SCORE}; or {REWARD}, with tools; or {RUN}, for an agent"
+        hint = f"add one to the class: {SCORE}; with tools: {REWARD}; for an agent: {RUN}"
         raise RewardError(f"environment {name} has no method score, get_reward or run", hint=hint)
     try:
         inspect.signature(score).bind({}, "")
@@ -42,16 +43,16 @@ def check_score(environment: Any, name: str) -> None:
 
 
 def interaction(kind: type, name: str) -> Interaction:
-    """Return how a class lets the model answer.
+    """Return the kind of interaction of a class.
 
-    It has tools if it has a method `reset`, as in TRL's `environment_factory`, and is an agent if it has a method `run`
-    and no tools.
+    A class with a method `reset` has tools, as in TRL's `environment_factory`. A class with a method `run` and without
+    `reset` is an agent. Any other class scores single completions.
     """
     run = getattr(kind, "run", None)
     if callable(getattr(kind, "reset", None)):
         if callable(run) and {"problem", "base_url"} <= inspect.signature(run).parameters.keys():
             fault = "has a method reset, so that run(problem, base_url) would be a tool that the model calls"
-            _refuse(name, fault, "give reset another name: an agent is begun by run alone")
+            _refuse(name, fault, "rename reset: an agent is started only by run")
         return "tools"
     if not callable(run):
         return "completion"
@@ -68,7 +69,7 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
 
     tools = tool_names(type(environment))
     if not tools:
-        _refuse(name, "has a method reset, and no tools", "add a public method, which the model can call")
+        _refuse(name, "has a method reset, but no tools", "add a public method, which the model can call")
     with foreign_code(f"environment {name}: describing its tools {', '.join(tools)}", source_file(type(environment))):
         schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
         hints = {tool: get_type_hints(getattr(environment, tool)) for tool in tools}
@@ -80,18 +81,18 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _refuse_class(name: str, tool: str, argument: str, kind: type) -> NoReturn:
-    """Refuse an argument that a schema would call an object, and that the tool would get in another type."""
+    """Refuse an argument whose type JSON lacks: the schema would say object, and the tool would get a wrong type."""
     meant = f"Literal{[member.value for member in kind]}" if issubclass(kind, Enum) else "a type of JSON, such as str,"
     _refuse(
         name,
-        f"has the tool {tool}, whose argument {argument} is a {kind.__name__}, which no JSON schema describes: the"
-        " model would be told to write an object",
-        f"write {meant} as its type hint, and make a {kind.__name__} of it in {tool}",
+        f"has the tool {tool}, whose argument {argument} is a {kind.__name__}, which JSON schemas cannot describe: the"
+        " schema would ask the model for an object",
+        f"use {meant} as its type hint, and convert it to a {kind.__name__} in {tool}",
     )
 
 
 def _classes(hint: Any) -> Iterator[type]:
-    """Yield the classes in a hint of which JSON makes no instance."""
+    """Yield the classes in a type hint that parsed JSON cannot be an instance of."""
     if get_origin(hint) is Literal:
         return
     if get_origin(hint) is not None:
@@ -102,9 +103,9 @@ def _classes(hint: Any) -> Iterator[type]:
 
 
 def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
-    """Check the first problems of `environment` and all held-out ones; return the latter.
+    """Check the first problems of `environment` and all held-out ones, and return the held-out ones.
 
-    `reward` names a reward that compares with their answers; empty: none does.
+    `reward` is the name of a reward that compares with the problems' answers; empty if none does.
     """
     file = source_file(type(environment))
     with foreign_code(f"environment {name}: listing its problems", file):
@@ -129,9 +130,9 @@ def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
 def checked(
     problems: Iterable[Any], name: str, reward: str, file: str, *, noun: str = "problem", opens_images: bool = True
 ) -> Iterator[Problem]:
-    """Yield the problems of one pass, each checked; `file` has the code that lists them.
+    """Check and yield the problems of one pass; `file` is the file with the code that lists them.
 
-    During a run their images are not opened here: one that cannot be read costs its group when it is encoded.
+    During a run, images are not opened here: an unreadable image costs its group when the prompt is encoded.
     """
     with foreign_code(f"environment {name}: listing its {noun}s", file):
         for index, problem in enumerate(problems):
@@ -139,14 +140,14 @@ def checked(
                 _refuse(name, f"has a bad {noun} {index}: {fault}", f"make each a dict such as {EXAMPLE}")
             if reward and (lack := answer_fault(problem)):
                 raise RewardError(
-                    f"environment {name}: {noun} {index} {lack}, and the reward {reward} compares with it",
-                    hint="give every problem an answer that is text or a number, or choose another --reward",
+                    f"environment {name}: {noun} {index} {lack}, but the reward {reward} compares with the answer",
+                    hint="give every problem an answer that is text or a number, or choose a different --reward",
                 )
             yield problem
 
 
 def answer_fault(problem: Any) -> str:
-    """Return what is wrong with the answer of `problem`, as a predicate; empty if nothing is."""
+    """Return what is wrong with the answer of `problem`, as the rest of a sentence; empty if it is valid."""
     if "answer" not in problem:
         return "has no answer"
     answer = problem["answer"]
@@ -157,7 +158,7 @@ def answer_fault(problem: Any) -> str:
 
 
 def problem_fault(problem: object, *, opens_images: bool = True) -> str:
-    """Return what is wrong with `problem`; empty if nothing is. Of each image only the start of the file is read."""
+    """Return what is wrong with `problem`; empty if it is valid. Only the beginning of each image file is read."""
     if not isinstance(problem, dict):
         return f"found {shortened(repr(problem))} of type {type(problem).__name__}, expected a dict with a prompt"
     if "prompt" not in problem:
@@ -181,18 +182,18 @@ def _text_fault(prompt: Any) -> str:
 
 
 def _places_fault(messages: list[Any], num_images: int) -> str:
-    """Return what is wrong with the places of images in messages; empty if each has one, or all come first."""
+    """Return what is wrong with the image parts in messages; empty if each image has one, or there are none at all."""
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     num_places = sum(part["type"] == "image" for part in parts)
     if num_places:
         return "" if num_places == num_images else f"its messages have {num_places} image parts for {num_images} images"
     if any(message["role"] == "user" for message in messages):
         return ""
-    return "it has images, and no message of the user, with which they come, nor parts {'type': 'image'}"
+    return "it has images, but neither a user message to add them to nor parts {'type': 'image'}"
 
 
 def _is_message(message: object, has_images: bool) -> bool:
-    """Return whether it is a message; with images its content may be in parts."""
+    """Return whether `message` is a chat message; with images, its content may be a list of parts."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
@@ -205,7 +206,7 @@ def _is_part(part: object) -> bool:
 
 
 def images_fault(images: object, *, opens: bool = True) -> str:
-    """Return what is wrong with the images of a problem, and with their files if it `opens` them; empty: nothing."""
+    """Return what is wrong with a problem's images, and with their files if `opens` is set; empty if they are valid."""
     if not images:
         return ""
     if not isinstance(images, list) or not all(isinstance(path, str) for path in images):

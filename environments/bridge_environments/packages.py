@@ -1,10 +1,11 @@
-"""Environments of other packages: `verifiers:ID`, and the tasks of Reasoning Gym, `reasoning_gym:TASK`.
+"""Environments from other packages: `verifiers:ID`, and the tasks of Reasoning Gym, `reasoning_gym:TASK`.
 
-verifiers pins versions of libraries that vLLM uses, too, and its environments bring libraries of their own. So it has a
-virtual environment of its own, where `verifiers_program.py` runs it. Each process of Bridge that needs the
-environment has one such process, which ends with it. What that prints goes to stderr.
+verifiers pins versions of libraries that vLLM also uses, and its environments require further libraries. So it is
+installed in a separate virtual environment, where `verifiers_program.py` runs it. Each process of Bridge that needs the
+environment starts one such process, which exits with it. Its output goes to stderr.
 
-Reasoning Gym's pins do not exclude vLLM's, so it is imported here: its entries are problems, its own score the reward.
+Reasoning Gym's pins are compatible with vLLM's, so it is imported here: its entries become problems, its score the
+reward.
 
 Source: reasoning-gym 0.1.25 `create_dataset`, `score_answer`, `extract_answer` and `SYSTEM_PROMPTS`.
 """
@@ -28,26 +29,26 @@ VERIFIERS_PREFIX = "verifiers:"
 GYM_PREFIX = "reasoning_gym:"
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 PYTHON = Path(__file__).parents[2] / ".venv-verifiers/bin/python"
-"""Made by `make verifiers`."""
+"""The Python that `make verifiers` installs."""
 LOAD_LIMIT_S = 300.0
-"""Time limit for loading the environment, and for listing some tasks: it may have to download a data set."""
+"""Time limit for loading the environment, and for listing tasks, which may include downloading a data set."""
 GRACE_S = 2.0
-"""Time for the process to end by itself."""
+"""Time that the process gets to exit by itself."""
 AT_ONCE = 64
-"""Tasks per request."""
+"""Number of tasks per request."""
 
 
 class FailedRequestError(Exception):
     """The other process could not answer a request."""
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
-        """`is_refused`: because of a choice, and not because something is missing."""
+        """`is_refused` means that a setting caused the failure, rather than something missing."""
         super().__init__(message)
         self.is_refused = is_refused
 
 
 class Verifiers:
-    """One environment."""
+    """An environment of verifiers, which runs in a separate process."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class Verifiers:
     ) -> None:
         """Load the environment `name`.
 
-        `arguments` are the table `[env]` of a configuration of verifiers, and `held_out` overrides its `[env.taskset]`
-        for held-out problems; `python` replaces the Python that `make verifiers` sets up.
+        `arguments` is the table `[env]` of a verifiers configuration, and `held_out` overrides its `[env.taskset]` for
+        held-out problems; `python` replaces the Python that `make verifiers` installs.
         """
         self._name = VERIFIERS_PREFIX + name
         self._python = python or PYTHON
@@ -94,7 +95,7 @@ class Verifiers:
         return None if self._loading["held_out"] is None else list(self._tasks(held_out=True))
 
     def run(self, problem: Mapping[str, Any], base_url: str) -> dict[str, float]:
-        """Run one episode with the model at `base_url`; return the rewards that it recorded, weighted."""
+        """Run one episode with the model at `base_url`, and return its weighted rewards by name."""
         rewards: dict[str, float] = self._ask("run", task=problem["task"], base_url=base_url)
         return rewards
 
@@ -118,13 +119,13 @@ class Verifiers:
         self._ask("load", **self._loading)
 
     def _ask(self, method: str, **given: Any) -> Any:
-        """Return the answer to a request; a process that is gone is replaced first."""
+        """Send a request, and return the result; an exited process is replaced first."""
         if self._process is None:
             self._start()
         assert self._process is not None
         try:
             return self._process.answer({"method": method, "given": given}, None if method == "run" else LOAD_LIMIT_S)
-        except (OSError, EOFError, ValueError) as error:  # it ended, was late, or something else wrote to the socket
+        except (OSError, EOFError, ValueError) as error:  # exited, too slow, or foreign output
             process = self._process
             self._process = None
             how = f"took longer than {LOAD_LIMIT_S:g} s" if isinstance(error, TimeoutError) else "ended"
@@ -133,19 +134,19 @@ class Verifiers:
 
 
 class _Process:
-    """The other process, as seen from here; its caller bounds how long an episode may take."""
+    """Handle of the process that runs verifiers; the caller limits the time of an episode."""
 
     def __init__(self, python: Path) -> None:
         self._connection, theirs = Pipe()
         with theirs:
-            # -P: else the program's neighbors would come before libraries of the same name
+            # -P: otherwise, files next to the program would shadow libraries of the same name
             command = [str(python), "-u", "-P", str(PROGRAM), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(),), process_group=0
             )
 
     def answer(self, request: object, limit_s: float | None) -> Any:
-        """Return the answer to one request, or raise why there is none."""
+        """Send a request, and return its result; raise FailedRequestError if the process reports an error."""
         self._connection.send_bytes(json.dumps(request).encode())
         if not self._connection.poll(limit_s):
             raise TimeoutError
@@ -155,7 +156,7 @@ class _Process:
         return answer["result"]
 
     def end(self) -> int:
-        """Close the connection, on which it ends, and return its exit status."""
+        """Close the connection, which makes the process exit, and return its exit status."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(GRACE_S)
@@ -164,12 +165,12 @@ class _Process:
 
 
 class ReasoningGym:
-    """One task."""
+    """A task of Reasoning Gym."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any], held_out: Mapping[str, Any] | None = None) -> None:
-        """Create the task `name` with the `arguments` of its configuration; without a seed it gets 0.
+        """Create the task `name` with the `arguments` of its configuration; the default seed is 0.
 
-        `held_out` overrides the arguments for held-out problems, whose seed is the next one unless it has one.
+        `held_out` overrides the arguments for held-out problems, whose default seed is the task's seed plus 1.
         """
         self._name = name
         self._library = _library(name)
@@ -186,27 +187,27 @@ class ReasoningGym:
         return None if self._held_out is None else list(self._problems(self._held_out))
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return the task's own score of the text between `<answer>` and `</answer>`."""
+        """Score the text between `<answer>` and `</answer>` with the task's own method."""
         answer = self._library.utils.extract_answer(completion)
         score: float = self._entries.score_answer(answer=answer, entry=dict(problem)["entry"])
         return score
 
     def _created(self, arguments: Mapping[str, Any]) -> Any:
         try:
-            if self._name == "composite":  # its parts are objects
+            if self._name == "composite":  # its parts must be objects of the library
                 parts = [self._library.composite.DatasetSpec(**part) for part in arguments.get("datasets", [])]
                 arguments = {**arguments, "datasets": parts}
             return self._library.create_dataset(self._name, **arguments)
-        except Exception as error:  # a library's code
+        except Exception as error:  # the library may raise anything
             raise UsageError(
-                f"{GYM_PREFIX}{self._name} cannot be made with {dict(arguments)}: {type(error).__name__}"
+                f"{GYM_PREFIX}{self._name} cannot be created with {dict(arguments)}: {type(error).__name__}"
                 f"{reason_of(error)}",
-                hint="give it, as JSON, what its configuration in Reasoning Gym takes: --env-args '{\"size\": 1000}'",
+                hint="pass the task's configuration in Reasoning Gym as JSON: --env-args '{\"size\": 1000}'",
             ) from error
 
     def _problems(self, entries: Any) -> Iterator[Problem]:
         system = self._library.utils.SYSTEM_PROMPTS["default"].strip()
-        for index in range(len(entries)):  # its own iterator would be shared between passes
+        for index in range(len(entries)):  # the library's own iterator would be shared between passes
             entry = entries[index]
             made = {
                 "prompt": [{"role": "system", "content": system}, {"role": "user", "content": entry["question"]}],
@@ -230,7 +231,7 @@ def _library(name: str) -> ModuleType:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1) or ["basic_arithmetic"]
         raise UsageError(
-            f"Reasoning Gym has no task {name!r}, only {len(known)} others",
+            f"Reasoning Gym has no task {name!r} among its {len(known)} tasks",
             hint=f"--environment {GYM_PREFIX}{close[0]}",
         )
     library: ModuleType = reasoning_gym

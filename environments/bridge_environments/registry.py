@@ -1,4 +1,4 @@
-"""Find an environment by name, `arithmetic` or `file.py:ClassName`, with the data, rewards and prompt chosen for it."""
+"""Load an environment by name, such as `arithmetic` or `file.py:ClassName`, with its data, rewards and prompt."""
 
 import difflib
 import random
@@ -20,21 +20,21 @@ from bridge_environments.word_problems import WordProblems
 
 NUMBERS = range(20)
 NUM_HELD_OUT = 80
-"""A fifth of the sums."""
+"""Number of held-out sums, a fifth of all."""
 
 
 class Arithmetic:
-    """Small sums, scored exactly: every `a+b=` with both numbers below 20.
+    """Sums of two numbers below 20, such as `3+4=`; only the exact answer scores.
 
-    400 sums: a fixed random draw of 80 is held out, the other 320 are for training.
+    Of the 400 sums, a fixed random selection of 80 is held out, and the other 320 are for training.
 
-    The draw is the same in every process and on every machine. Pairs are ordered: `4+3=` may be a training problem
+    The selection is the same in every process and on every machine. Pairs are ordered: `4+3=` may be a training problem
     while `3+4=` is held out.
     """
 
     def __init__(self) -> None:
         sums: list[Problem] = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in NUMBERS for b in NUMBERS]
-        # A draw, because a rule such as every fifth sum would keep whole pairs of last digits from training.
+        # Random, because a rule such as every fifth sum would exclude certain pairs of last digits from training.
         random.Random(0).shuffle(sums)  # noqa: S311  not a secret
         self._held_out = sums[:NUM_HELD_OUT]
         self._training = sums[NUM_HELD_OUT:]
@@ -46,22 +46,22 @@ class Arithmetic:
         return list(self._held_out)
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return 1.0 for the answer's digits and nothing else except white space around them, otherwise 0.0."""
+        """Return 1.0 if the completion is the answer, apart from surrounding whitespace, otherwise 0.0."""
         return float(completion.strip() == problem["answer"])
 
 
 CLASSES: Mapping[str, type] = {"arithmetic": Arithmetic, "word_problems": WordProblems}
 FORMATS: Mapping[str, Format] = {"gsm8k": GSM8K, "jsonl": JSONL}
 OF_DATA = ("data", "eval_data", "prompt_column", "answer_column")
-"""Choices that only apply to problems read from rows."""
+"""Settings that only apply to problems read from rows."""
 PACKAGES = (f"{packages.VERIFIERS_PREFIX}ID", f"{packages.GYM_PREFIX}TASK")
-"""Environments of other packages."""
+"""Names of environments from other packages."""
 
 
 def check_files(config: TaskConfig) -> None:
-    """Check that the environment and the data that `config` names are here, without reading them.
+    """Check that the environment and the data named in `config` exist, without reading them.
 
-    Commands call this before anything that takes seconds.
+    Commands call this before anything slow.
     """
     _check_package_choices(config)
     name = config.environment
@@ -76,7 +76,7 @@ def check_files(config: TaskConfig) -> None:
 
 
 def load(config: TaskConfig) -> Task:
-    """Return the environment that `config` names, with its problems checked."""
+    """Load the environment named in `config`, and check its problems."""
     _check_package_choices(config)
     name = config.environment
     if name in FORMATS:
@@ -97,9 +97,9 @@ def load(config: TaskConfig) -> Task:
 
 
 def scorer(config: TaskConfig) -> Any:
-    """Return what scores the completions of the environment that `config` names, without reading its problems.
+    """Return the object that scores completions for the environment named in `config`, without reading its problems.
 
-    With tools it is what calls them, too, and of an agent what runs it.
+    For an environment with tools, the object also calls the tools; for an agent, it also runs the agent.
     """
     chosen = _rewards(config)
     rewards_chosen = Rewards(chosen) if chosen else None
@@ -118,14 +118,14 @@ def scorer(config: TaskConfig) -> Any:
 
 
 def _rewards(config: TaskConfig) -> tuple[Reward, ...]:
-    """Return the chosen rewards, or the format's; none if the environment scores itself."""
+    """Return the chosen rewards, or the format's default; none if the environment's own score applies."""
     known = FORMATS.get(config.environment)
     text = config.reward or (known.reward if known else None)
     return rewards.parse(text) if text else ()
 
 
 def _compared(chosen: tuple[Reward, ...]) -> str:
-    """Return the name of a reward that compares with the problem's answer; empty if none does."""
+    """Return the name of the first reward that compares with the problem's answer; empty if none does."""
     return next((reward.name for reward in chosen if reward.needs_answer), "")
 
 
@@ -141,7 +141,7 @@ def _of_rows(config: TaskConfig, known: Format, instructed: Callable[[Problem], 
         if compared and (lack := environment_checks.answer_fault(made)):
             found = "" if config.answer_column in values else f", found {shortened(', '.join(values))}"
             raise dataset.BadRowError(
-                f"{lack}, and the reward {compared} compares with the column {config.answer_column!r}{found}"
+                f"{lack}, but the reward {compared} compares with the column {config.answer_column!r}{found}"
             )
         return instructed(made)
 
@@ -180,15 +180,15 @@ def _of_class(config: TaskConfig, environment: Any, instructed: Callable[[Proble
 
 
 def _refuse_unused_data(config: TaskConfig, interaction: Interaction) -> None:
-    """Refuse choices that only apply to rows: an environment with turns may get its problems from --data."""
+    """Refuse settings that only apply to rows, unless an environment with tools or an agent reads --data."""
     unused = [name for name in OF_DATA if getattr(config, name) != TaskConfig.model_fields[name].default]
     if not unused or (interaction != "completion" and config.data is not None):
         return
     names = ", ".join(map(flag, unused))
     if interaction != "completion":
         raise UsageError(
-            f"{names}: {config.environment} has its own problems, unless --data has them",
-            hint="add --data path/to/problems.jsonl, or a method held_out to the class",
+            f"{names}: only with --data, because {config.environment} has its own problems",
+            hint="add --data path/to/problems.jsonl, or a method held_out() to the class",
         )
     raise UsageError(
         f"{names}: only for --environment {' and '.join(FORMATS)}, not {config.environment}",
@@ -197,7 +197,7 @@ def _refuse_unused_data(config: TaskConfig, interaction: Interaction) -> None:
 
 
 def _check_package_choices(config: TaskConfig) -> None:
-    """Check that no choice about environments of other packages would be ignored."""
+    """Refuse settings that would be ignored, because they do or do not apply to environments from other packages."""
     is_verifiers = config.environment.startswith(packages.VERIFIERS_PREFIX)
     is_gym = config.environment.startswith(packages.GYM_PREFIX)
     if not (is_verifiers or is_gym):
@@ -210,7 +210,7 @@ def _check_package_choices(config: TaskConfig) -> None:
 
 
 def _refuse_given(config: TaskConfig, name: str, reason: str) -> None:
-    """Refuse a choice that this environment ignores, if the user made it."""
+    """Refuse a setting that this environment would ignore, if the user has changed it."""
     if getattr(config, name) != TaskConfig.model_fields[name].default:
         raise UsageError(
             f"{flag(name)} has no effect with --environment {config.environment}: {reason}", hint="leave it out"
@@ -218,7 +218,7 @@ def _refuse_given(config: TaskConfig, name: str, reason: str) -> None:
 
 
 def _of_package(config: TaskConfig) -> type | None:
-    """Return the class of an environment of another package, made without arguments; None if there is none."""
+    """Return a class for an environment from another package, callable without arguments; None for other names."""
     prefix, _, name = config.environment.partition(":")
     base: Any = {"verifiers": packages.Verifiers, "reasoning_gym": packages.ReasoningGym}.get(prefix)
     if base is None:
@@ -252,10 +252,10 @@ def _no_environment(name: str) -> UsageError:
 
 
 def _instructed(problem: Problem, system_prompt: str | None, *, is_chat: bool = False) -> Problem:
-    """Return `problem` with this system message in place of its own; empty: without one; None: unchanged.
+    """Return `problem` with its system message replaced; an empty text removes it, None changes nothing.
 
-    A text prompt that becomes chat messages is kept as `plain_prompt`, for a model without a chat template, unless
-    prompts are chat messages in any case: `reset` gets the problem's own keys.
+    When a text prompt becomes chat messages, the text is kept as `plain_prompt` for models without a chat template.
+    With `is_chat` it is not kept, because `reset` gets the problem's keys.
     """
     if system_prompt is None:
         return problem

@@ -1,4 +1,4 @@
-r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights.
+r"""Weighted sums of rewards chosen by name, such as `--reward math,format=0.2,my.py:brief`.
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
 counts, and none inside `<think>...</think>`. A heading such as `#### Answer` above other text is no mark. math-verify
@@ -28,14 +28,14 @@ from bridge.scoring.score import as_reward, limit_note
 from bridge.types import Problem
 
 HEADING = r"[^\d\\\n]{0,100}+\n\s*\S"
-"""What follows `####` in a heading of Markdown: a short line without a number, and text below it."""
+"""Matches the text after `####` in a Markdown heading: a short line without a number, and text below it."""
 MARK = re.compile(rf"####(?!{HEADING})(?=(?P<line>[^\n]*))|\\(?:boxed|fbox)\s*\{{")
 EMPHASIS = re.compile(r"(?<![\w})\\*_`])(([*_`])\2{0,2})(?!\2|\s)(.+?)(?<!\s)\1(?![\w{*_`])")
-"""Markdown's `**bold**`, `_italic_` and code; a product such as `2*3*4` is none, nor is an index such as `a_1`."""
+"""Matches Markdown's `**bold**`, `_italic_` and code, but neither a product such as `2*3*4` nor an index like `a_1`."""
 MARKUP = re.compile(r"^\*+|\*+$|\\\$|\$|\\\(|\\\)|\\\[|\\\]")
-"""Half of a pair of asterisks, dollars, and the delimiters of a formula."""
+"""Matches unpaired asterisks, dollar signs, and the delimiters of a formula."""
 DOLLARS = re.compile(r"\\\$|(?<=(?<![\w$])-)\$(?=\d)")
-r"""Dollars that hide a number or its sign: `\$5`, `-$5`."""
+r"""Matches dollar signs that hide a number or its sign: `\$5`, `-$5`."""
 SPACE = r"(?:\\[,;:! ]|[ \u00a0\u2009\u202f])"
 """A space inside a number."""
 THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{SPACE}\d{{3}})+(?!\d)")
@@ -45,19 +45,20 @@ MIXED = re.compile(
 )
 """A mixed number such as `1 1/4`, which math-verify reads as 2/4."""
 SMALL_FRACTION = re.compile(r"(?:(\d)[ \u2009\u202f]?)?([¼-¾⅐-⅞])")
-"""A fraction that is one character, behind the last digit of a whole number or alone."""
+"""A fraction written as one character, after the last digit of a whole number or on its own."""
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(?:\d+\.\d*|\.\d+)[eE][+-]?\d{1,3}|\d+[eE](?:\+?\d{1,3}|-\d{2,3}))(?!\w|\.\d)")
 """A number such as 1.5e3 or 2E-05, which LaTeX would read as a product with Euler's number."""
 EITHER = re.compile(r"\d+[eE]-\d")
-"""A number as a whole answer; in a formula, or where the right answer has Euler's number, `3e-1` is a difference."""
+"""Only a number if it is the complete answer; in a formula, or if the right answer has Euler's number, `3e-1` is a
+difference."""
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|mathit|textrm)\s*\{([^{}]*)\}")
 COMMAS = re.compile(r"(?<![\w.,{(\[])(?<![{(\[][-+])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
-"""A number with commas as thousands separators, which math-verify reads as a list beside anything else."""
+"""A number with commas as thousands separators, which math-verify reads as a list unless it stands on its own."""
 PERCENT = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?\s*\\?%")
 EQUALS = re.compile(r"(?:=|≈|\\approx(?![a-zA-Z])|~)\s*")
-"""A relation in front of an answer, of which math-verify would read `1` in `= 1/2`."""
+"""A relation sign in front of an answer; math-verify would read `= 1/2` as `1`."""
 END = re.compile(r"(?:\s|[.,;]|\\[,;:!>]|\\q?quad(?![a-zA-Z])|~|\\)++$")
-"""Punctuation, spaces of LaTeX and line breaks behind an answer."""
+"""Punctuation, LaTeX spaces and line breaks after an answer."""
 FUNCTIONS = (
     "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|ln|lg|log|exp|sqrt|abs|min|max|gcd|lcm|mod|det|inf|pi"
 )
@@ -65,22 +66,22 @@ NO_WORD = rf"(?<![\\\w{{])(?!(?:{FUNCTIONS}|infinity|and|or)\b)"
 WORD = rf"{NO_WORD}[^\W\d_]{{3,}}(?![\w(])"
 """A word outside of LaTeX, which math-verify would read as a product of letters."""
 SHORT_WORD = rf"{NO_WORD}[^\W\d_]{{2,}}(?![\w(])|(?<=\d)\s+[^\W\d_](?:\^\d|/[^\W\d_])"
-"""The same of two letters, or a unit such as `m^2`, where the right answer is a number."""
+"""The same with two letters, or a unit such as `m^2`; used if the right answer is a number."""
 WORDS_BEHIND = re.compile(rf"(?<=[\d)}}%])\s+\(?{WORD}[^\d\\]*$")
 """Words after a number: `eggs a day` in `42 eggs a day`."""
 PROSE = re.compile(r"[^\d\\]*[^\W\d_]{3}[^\d\\]*")
 """Words without a number."""
 MAX_ANSWER_CHARACTERS = 400
-"""A longer marked answer does not count."""
+"""Maximum length of a marked answer; longer ones do not count."""
 SMALL_ZEROS = 4
-"""Place of the first digit of the numbers below 0.001, of which six decimals would keep fewer than four digits."""
+"""Decimal place of the first digit of numbers below 0.001, of which six decimals would keep fewer than four digits."""
 MAX_ZEROS = 400
-"""Numbers with more zeros are equal if they are the same formula."""
+"""Numbers with more leading zeros are equal only if they are the same formula."""
 END_CHARACTERS = 1000
-"""Length of a completion's end in which an answer without a mark is looked for."""
+"""Length of a completion's end in which an answer without a mark is searched."""
 Score = Callable[[Problem, str], Any]
 TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments that TRL's trainer passes to rewards other than prompts, completions and columns."""
+"""Arguments that TRL's trainer passes to rewards in addition to prompts, completions and columns."""
 VERL: Mapping[str, None] = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
 """Arguments that verl passes to a reward, in its order."""
 OTHER_FORMS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -91,17 +92,17 @@ OTHER_FORMS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "verifiers'": (("completion", "answer"), "answer is problem['answer']; or run the environment: verifiers:ID"),
     "a verifiers rubric's": (("completion", "state"), "or run the whole environment: --environment verifiers:ID"),
 }
-"""System -> parameter names that identify its reward functions, and a signature to show."""
+"""Name of a system -> parameter names that identify its reward functions, and advice for a hint."""
 COMPLETIONS = (
     "completion", "response", "output", "generation", "predict_str", "prediction", "model_output", "model_response",
 )  # fmt: skip
-"""Names of a first parameter that is no problem."""
+"""Names of a first parameter that cannot be meant as the problem."""
 PROBLEMS = ("problem", "answer", "ground_truth", "label", "solution", "target", "reference", "info", "state")
-"""Names of a second parameter that is no completion."""
+"""Names of a second parameter that cannot be meant as the completion."""
 
 
 def exact(problem: Problem, completion: str) -> float:
-    """Return 1.0 if the completion is the problem's answer, apart from white space around both.
+    """Return 1.0 if the completion is the problem's answer, apart from surrounding whitespace.
 
     A column of numbers with gaps has floats: 3.0 is 3, too.
     """
@@ -112,7 +113,7 @@ def exact(problem: Problem, completion: str) -> float:
 
 
 def equal(problem: Problem, completion: str) -> float:
-    """Return 1.0 if the completion's answer equals the problem's as a number or formula."""
+    """Return 1.0 if the completion's answer equals the problem's answer as a number or formula."""
     return float(is_right(problem["answer"], completion))
 
 
@@ -122,7 +123,7 @@ def is_marked(_: Problem, completion: str) -> float:
 
 
 NAMED: Mapping[str, tuple[Score, bool]] = {"math": (equal, True), "exact": (exact, True), "format": (is_marked, False)}
-"""Name -> the reward, and whether it needs the problem's answer."""
+"""Name -> the reward function, and whether it needs the problem's answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +131,17 @@ class Reward:
     """One reward and its weight in the sum."""
 
     name: str
-    """Name in the metrics."""
+    """The reward's name in the metrics."""
     weight: float
     score: Score
-    """Returns the number before its weight."""
+    """Returns the unweighted reward."""
     needs_answer: bool = False
-    """Whether it reads the problem's `answer`."""
+    """Whether the function reads the problem's `answer`."""
     location: str = ""
     """File and line of a user's function."""
 
     def __call__(self, problem: Problem, completion: str) -> float | None:
-        """Return the number before its weight; None if it does not apply."""
+        """Return the unweighted reward; None if it does not apply to this problem."""
         with foreign_code(f"reward {self.name}", self.location or self.name):
             value = self.score(problem, completion)
         number = as_reward(value)
@@ -149,7 +150,7 @@ class Reward:
         return number
 
     def fault(self, value: object) -> RewardError:
-        """Return the error for something that it returned in place of a number."""
+        """Return the error for an invalid return value."""
         return RewardError(
             f"reward {self.name} returned {described(value)}, expected a finite number{limit_note(value)}"
             f" ({self.location or self.name})",
@@ -158,11 +159,11 @@ class Reward:
 
 
 class Rewards:
-    """Several rewards as one."""
+    """Combines several rewards into a weighted sum."""
 
     def __init__(self, rewards: tuple[Reward, ...]) -> None:
         if any(reward.score is equal for reward in rewards):
-            import math_verify  # takes seconds, which no completion's time limit should pay for
+            import math_verify  # takes seconds, which must not count toward a completion's time limit
 
             assert math_verify
         self._rewards = rewards
@@ -171,7 +172,7 @@ class Rewards:
         return self.scores(problem, completion)[0]
 
     def scores(self, problem: Problem, completion: str) -> tuple[float, dict[str, float]]:
-        """Return the weighted sum of the rewards that apply, and each of them before its weight.
+        """Return the weighted sum of the rewards that apply, and each unweighted reward by name.
 
         As in TRL, a reward does not apply where it returns None.
         """
@@ -190,16 +191,16 @@ def parse(text: str) -> tuple[Reward, ...]:
     names = [reward.name for reward in rewards]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(
-            f"--reward {text}: two rewards are called {' and '.join(sorted(twice))}",
-            hint="give each reward once, and functions different names",
+            f"--reward {text}: two rewards have the name {' and '.join(sorted(twice))}",
+            hint="list each reward only once, and give functions different names",
         )
     if not any(reward.weight for reward in rewards):
-        raise UsageError(f"--reward {text}: every weight is 0", hint="leave =0 out of one of them")
+        raise UsageError(f"--reward {text}: every weight is 0", hint="remove =0 from at least one reward")
     return rewards
 
 
 def split(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield each name, or `path/to/file.py:function`, of a list of rewards, and its weight as written, if it has one.
+    """Yield each name or `path/to/file.py:function` in a list of rewards, with its weight as written, if it has one.
 
     A path may have commas and equals signs: a weight follows the function's name, and a comma inside the path of a file
     that is there separates nothing.
@@ -260,7 +261,7 @@ def _own(name: str, weight: float) -> Reward:
             inspect.signature(score).bind({}, "")
     except UsageError:
         raise
-    except (TypeError, ValueError) as error:  # a ValueError: it is written in C and has no signature
+    except (TypeError, ValueError) as error:  # ValueError: a function written in C without a signature
         raise UsageError(f"reward {name} cannot be called with (problem, completion): {error}", hint=hint) from error
     if "completions" in parameters:
         _check_given(name, parameters)
@@ -273,23 +274,23 @@ def _own(name: str, weight: float) -> Reward:
 
 
 def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """Return the names of the parameters that a call has to give."""
+    """Return the names of the parameters without a default."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [name for name, one in parameters.items() if one.default is one.empty and one.kind not in several]
 
 
 def _check_given(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Refuse a function in TRL's form that requires what only TRL's trainer has."""
+    """Refuse a function in TRL's form that requires arguments which only TRL's trainer has."""
     if missing := [key for key in _required(parameters) if key in TRL_ONLY]:
         raise UsageError(
             f"reward {name} takes {', '.join(missing)}, which Bridge does not have, expected prompts, completions and"
             " columns of the data",
-            hint=f"give it a default, {missing[0]}=None: a reward runs in another process, for one completion",
+            hint=f"give it a default, {missing[0]}=None: a reward runs in a separate process, for one completion",
         )
 
 
 def _check_verl(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Refuse a function in verl's form that requires more than verl gives to each."""
+    """Refuse a function in verl's form that requires arguments which verl does not pass to every reward."""
     if unknown := [key for key in _required(parameters) if key not in VERL]:
         raise UsageError(
             f"reward {name} takes {', '.join(unknown)}, expected {', '.join(VERL)}, as verl calls it",
@@ -298,17 +299,17 @@ def _check_verl(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
 
 
 def _check_order(name: str, parameters: list[str], hint: str) -> None:
-    """Refuse the forms of other systems, which would be called with other things than they expect, or in vain."""
+    """Refuse functions in the form of unsupported systems, which would be called with the wrong arguments."""
     for form, (names, given) in OTHER_FORMS.items():
         if {*names} <= {*parameters} and "problem" not in parameters:
             raise UsageError(
                 f"reward {name} has {form} form, ({', '.join(parameters)}), expected (problem, completion)",
                 hint=f"{given}; {hint}",
             )
-    is_named = parameters[:1] == ["problem"]  # what follows may be the model's answer, or its solution
+    is_named = parameters[:1] == ["problem"]  # the second parameter may mean the model's answer or solution
     if len(parameters) > 1 and not is_named and (parameters[0] in COMPLETIONS or parameters[1] in PROBLEMS):
         raise UsageError(
-            f"reward {name} takes ({', '.join(parameters)}), and is called with (problem, completion), in this order",
+            f"reward {name} takes ({', '.join(parameters)}), but is called with (problem, completion), in this order",
             hint=hint,
         )
 
@@ -357,7 +358,7 @@ def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Sco
 
 
 def marked(completion: str) -> str | None:
-    r"""Return what the last `####` or `\boxed{}` marks, empty if nothing or incomplete; None without a mark."""
+    r"""Return the text marked by the last `####` or `\boxed{}`, empty if incomplete; None without a mark."""
     said = _without_thoughts(completion)
     last = _last_mark(said)
     if last is None:
@@ -367,7 +368,7 @@ def marked(completion: str) -> str | None:
 
 
 def _without_thoughts(completion: str) -> str:
-    """Return what follows the last thought; a thought that was not ended hides the rest of the completion."""
+    """Return the text after the last thought; an unfinished thought hides the rest of the completion."""
     return completion.rpartition("</think>")[2].partition("<think>")[0]
 
 
@@ -404,16 +405,16 @@ def _gold(answer: str) -> list[Any]:
     given = marked(answer)
     tidy = _tidied(answer if given is None else given)
     readings = [] if PROSE.fullmatch(tidy) else _formula(tidy)
-    if all(isinstance(reading, str) for reading in readings):  # math-verify returns what it cannot read
+    if all(isinstance(reading, str) for reading in readings):  # math-verify returns text that it cannot parse
         raise RewardError(
             f"the answer {shortened(repr(answer))} is not a number or formula",
-            hint="give answers that the reward math can compare with, or choose another --reward",
+            hint="give answers that are numbers or formulas, or choose a different --reward",
         )
     return readings
 
 
 def _read(given: str, *, word: str, has_euler: bool) -> list[Any]:
-    """Return math-verify's reading of a marked answer: a formula, or the number of a line of words.
+    """Parse a marked answer with math-verify: a formula, or the number in a line of words.
 
     A line behind `####` may be prose, in which math-verify finds a number; what a box holds is a formula. `word` is
     what makes a line prose; empty for a box.
@@ -431,7 +432,7 @@ def _read(given: str, *, word: str, has_euler: bool) -> list[Any]:
 
 
 def _tidied(given: str, *, has_euler: bool = False) -> str:
-    """Return a marked answer without its decoration, in a form in which math-verify reads it as it was meant."""
+    """Return a marked answer without its decoration, in a form that math-verify parses correctly."""
     tidy = END.sub("", MARKUP.sub("", EMPHASIS.sub(r"\3", given.strip())).strip())
     tidy = EQUALS.sub("", tidy, count=1) if EQUALS.match(tidy) else tidy
     whole = TEXT.fullmatch(tidy)
@@ -442,7 +443,7 @@ def _tidied(given: str, *, has_euler: bool = False) -> str:
 
 
 def _joined(text: str) -> str:
-    r"""Return `text` with numbers in a form that math-verify reads anywhere.
+    r"""Return `text` with its numbers in a form that math-verify parses in any context.
 
     Of emphasis only its text stays, since math-verify reads 3 in `**3/4**`. Mixed numbers become fractions, and
     thousands separators and exponents behind `e` plain digits; a minus is ASCII's, and dollars that math-verify does
@@ -464,7 +465,7 @@ def _plain_fraction(match: re.Match[str]) -> str:
 
 
 def _improper(match: re.Match[str]) -> str:
-    """Return a mixed number as a fraction: 5/4 for `1 1/4`; what is none, such as `3 12/5`, unchanged."""
+    """Return a mixed number as a fraction, 5/4 for `1 1/4`; other matches, such as `3 12/5`, stay unchanged."""
     whole, part, of = (int(number.replace(",", "")) for number in match.groups())
     return f"{whole * of + part}/{of}" if part < of else match[0]
 
@@ -480,13 +481,13 @@ def _formula(text: str) -> list[Any]:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that it has no time limit
-    # Its own limit is an alarm signal, which only the main thread may set.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise it warns that there is no time limit
+    # Its own time limit uses an alarm signal, which only the main thread may set.
     return parse(text, parsing_timeout=None)  # type: ignore[no-any-return]
 
 
 def _is_equal(gold: list[Any], given: list[Any]) -> bool:
-    """Return math-verify's verdict, by six significant digits where there are numbers below 0.001.
+    """Return math-verify's verdict; numbers below 0.001 are compared by six significant digits.
 
     It rounds every number to six decimals: 0.0 would equal 1.6e-19.
     """
@@ -505,7 +506,7 @@ def _is_equal(gold: list[Any], given: list[Any]) -> bool:
 
 
 def _leading_zeros(value: Any) -> int:
-    """Return the place of the first digit behind the point, of the smallest number in a formula: 19 for 1.6e-19."""
+    """Return the decimal place of the first digit of the smallest number in a formula: 19 for 1.6e-19."""
     import sympy
 
     if getattr(value, "is_number", False):
@@ -513,14 +514,14 @@ def _leading_zeros(value: Any) -> int:
             size = abs(value).evalf(5)
             is_size = size.is_Float and size.is_finite and size != 0
             return math.ceil(-sympy.log(size, 10).evalf(5)) if is_size else 0
-        except Exception:  # noqa: BLE001  sympy may raise anything; math-verify, which has its verdict, goes on, too
+        except Exception:  # noqa: BLE001  sympy may raise anything; math-verify, whose verdict is known, continues too
             return 0
     parts = value.flat() if isinstance(value, sympy.MatrixBase) else getattr(value, "args", ())
     return max(map(_leading_zeros, parts), default=0)
 
 
 def _boxed(text: str) -> str:
-    """Return `text` up to the brace that closes the box; empty if none does."""
+    """Return `text` up to the brace that closes the box; empty if the box is not closed."""
     depth = 1
     for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")

@@ -1,9 +1,9 @@
-"""The other end of `environments/bridge_environments/packages.py`, run by the Python that verifiers is installed for.
+"""The program that `packages.py` starts with the Python in which verifiers is installed.
 
-It loads one environment, lists its tasks and runs them, each as one episode, for the requests that come over the
-connection with the descriptor `sys.argv[1]`: JSON objects, answered one by one. It ends when that is closed.
+It loads one environment, lists its tasks, and runs each task as one episode. Requests are JSON objects from the
+connection with the descriptor `sys.argv[1]`, answered one at a time. The program exits when the connection is closed.
 
-May import the standard library and verifiers alone: there is no Bridge in its Python.
+May import only the standard library and verifiers, because Bridge is not installed in that Python.
 Source: verifiers 0.4 `verifiers/v1/serve/server.py`, whose env server builds tasks and runs episodes the same way.
 """
 
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 NO_CODE = "null"
-"""The harness of an agent that has none of its own: it calls the task's tools, and runs nothing that a model writes."""
+"""The default harness of an agent: it calls the task's tools, but executes no code that a model writes."""
 ENDPOINT = '{"client": {"type": "eval", "base_url": "http://127.0.0.1:9001/v1"}, "model": "MODEL"}'
-"""An agent's own model, as `--env-args` gives it."""
+"""Example of an agent with its own model, in the form of `--env-args`."""
 NO_KEY = "BRIDGE_HAS_NO_KEY"
-"""A variable that is never set: the endpoint takes any key."""
+"""Name of a variable that is never set, because the endpoint accepts any key."""
 
 
 class Refused(Exception):  # noqa: N818  the message is all that matters
-    """An error that whoever started the program can fix."""
+    """An error that the user can fix by changing a setting."""
 
 
 class Host:
@@ -52,7 +52,7 @@ class Host:
         self._loop.run_until_complete(_prepared(resolved))
 
     def tasks(self, number: int, count: int, held_out: bool) -> list[dict[str, Any]]:
-        """Return the next tasks of the pass `number`, which begins with its first request; fewer at its end."""
+        """Return the next `count` tasks of the pass `number`, fewer at its end; the first request starts the pass."""
         tasks = self._passes.setdefault(number, iter(self._tasksets[held_out]))
         listed = [_listed(task) for task in itertools.islice(tasks, count)]
         if len(listed) < count:
@@ -66,7 +66,7 @@ class Host:
     async def _run(self, data: Mapping[str, Any], base_url: str) -> dict[str, float]:
         import verifiers.v1 as vf
 
-        if self._serving is None:  # shared tools and the interception server live from here on
+        if self._serving is None:  # starts shared tools and the interception server
             self._serving = self._env.serving()
             await self._serving.__aenter__()
         kind = type(self._env.taskset).task_type()
@@ -83,7 +83,7 @@ class Host:
 
 
 def _resolved(config: Mapping[str, Any]) -> Any:
-    """Return the configuration of an environment; what it leaves open runs on this machine and executes no code."""
+    """Return an environment's configuration; by default, agents run on this machine and execute no code."""
     from pydantic import ValidationError
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.configs.retries import RetryConfig
@@ -108,7 +108,7 @@ def _resolved(config: Mapping[str, Any]) -> Any:
 
 
 async def _prepared(config: Any) -> None:
-    """Install what the agents on this machine run, which may take longer than a turn may."""
+    """Install the harnesses of local agents in advance, because this may take longer than a turn's time limit."""
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
     from verifiers.v1.utils import loaders
@@ -120,7 +120,7 @@ async def _prepared(config: Any) -> None:
 
 
 def _seat(config: Any) -> str:
-    """Return the name of the agent that is trained: the only one without an endpoint of its own."""
+    """Return the name of the agent in training, the only one without its own endpoint."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     open_: list[str] = [name for name, agent in agent_config_fields(config).items() if agent.client is None]
@@ -138,7 +138,7 @@ def _listed(task: Any) -> dict[str, Any]:
 
 
 def answered(host: "Host | None", method: str, given: Mapping[str, Any]) -> tuple["Host | None", dict[str, Any]]:
-    """Return the host after a request, and the answer."""
+    """Answer a request; return the host, which the first request creates, and the answer."""
     try:
         if host is None:
             return Host(**given), {"result": None}
@@ -150,7 +150,7 @@ def answered(host: "Host | None", method: str, given: Mapping[str, Any]) -> tupl
 
 
 def main() -> None:
-    """Answer requests until the other end closes the socket, whatever runs then."""
+    """Answer requests until the other end closes the connection; exit then, even in the middle of an episode."""
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -1,7 +1,7 @@
-"""Short word problems that a small model can learn, `--environment word_problems`: three levels, without end.
+"""An endless stream of short word problems that a small model can learn: `--environment word_problems`, three levels.
 
-A problem is a story with a name, a thing and numbers, all drawn from a fixed seed. Its story and its numbers alone
-decide whether it is held out: no held-out problem comes back in training with another name or thing.
+A problem is a story with a name, a thing and numbers, all drawn with a fixed seed. Only the story and the numbers
+decide whether a problem is held out, so no held-out problem appears in training with a different name or thing.
 """
 
 import random
@@ -14,16 +14,16 @@ from bridge.types import Problem
 
 INSTRUCTION = "Think in one short sentence, then end with the answer as a number."
 HELD_OUT_SHARE = 8
-"""One in so many problems is held out."""
+"""One in this many problems is held out."""
 HELD_OUT_PER_LEVEL = 64
-"""Held-out problems of each level in an evaluation."""
+"""Number of held-out problems per level in an evaluation."""
 NAMES = ("Amara", "Ben", "Chloe", "Daniel", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
 NUMBER = re.compile(r"((?<![\w)])[-\u2212\u2013](?:\\?[$€£])?)?(\d[\d,]*(?:\.\d+)?|\.\d+)")
-"""Sign and digits; what stands between two numbers, as in `3-5`, is no sign."""
+"""Matches the sign and the digits of a number; a minus between two numbers, as in `3-5`, is not a sign."""
 Numbers = Mapping[str, int]
 Story = tuple[str, Callable[[Numbers], int]]
-"""Text, and the answer from its numbers."""
+"""A text template, and a function that computes the answer from the numbers in it."""
 ONE_STEP: tuple[Story, ...] = (
     ("{name} has {a} {thing} and buys {b} more. How many {thing} does {name} have now?", lambda n: n["a"] + n["b"]),
     ("{name} has {a} {thing} and gives {b} away. How many {thing} are left?", lambda n: n["a"] - n["b"]),
@@ -40,13 +40,13 @@ TWO_STEPS: tuple[Story, ...] = (
      lambda n: (n["m"] + n["a"]) * n["n"]),
 )  # fmt: skip
 LEVELS: Mapping[int, tuple[int, tuple[Story, ...]]] = {1: (9, ONE_STEP), 2: (20, ONE_STEP), 3: (9, TWO_STEPS)}
-"""Level -> the largest number, and the stories."""
+"""Level -> the largest number in its problems, and its stories."""
 LEAST = 2
 MOST_OF_A_PRODUCT = 9
 
 
 class WordProblems:
-    """Stories of one step and of two, as chat messages; the last number of a completion is its answer."""
+    """One-step and two-step stories as chat messages; the last number of a completion counts as its answer."""
 
     def __iter__(self) -> Iterator[Problem]:
         return stories(LEVELS, is_held_out=False)
@@ -65,7 +65,7 @@ class WordProblems:
 
 
 def stories(levels: Iterable[int], *, is_held_out: bool = True) -> Iterator[Problem]:
-    """Yield problems of these levels without end, with answers above zero."""
+    """Yield an endless stream of problems of these levels; all answers are positive."""
     draw = random.Random(0)  # noqa: S311  not a secret
     kinds = [(largest, *story) for largest, texts in map(LEVELS.__getitem__, levels) for story in texts]
     while True:

@@ -302,7 +302,7 @@ def test_every_bad_line_is_named_with_its_fault(tmp_path: Path) -> None:
         "line 6 has no column 'prompt', found answer",
         "line 7 is not a problem: its prompt is empty",
         "line 8 is not a problem: its prompt is 7",
-        "line 9 has no answer, and the reward exact compares with the column 'answer'",
+        "line 9 has no answer, but the reward exact compares with the column 'answer'",
         "line 10 has the answer [1], expected text or a number",
         "line 11 has an empty answer",
         "line 12 is not a problem: its prompt 'a\\ud800' has half of a surrogate pair",
@@ -340,7 +340,7 @@ def test_a_reward_of_ones_own_needs_no_answer(write: Write) -> None:
     mine = write("def length(problem, completion): return len(completion)", name="mine.py")
     environment = load("jsonl", data=str(path), reward=f"{mine}:length,format")
     assert environment.score(next(iter(environment)), "abc") == 3
-    assert "line 1 has no answer, and the reward math" in refusal("jsonl", data=str(path), reward="format,math").message
+    assert "line 1 has no answer, but the reward math" in refusal("jsonl", data=str(path), reward="format,math").message
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_chosen_rewards_replace_a_missing_score(write: Write) -> None:
     assert load(f"{path}:Task", reward="format").score({"prompt": "a?"}, "#### 7") == 1.0
     error = refusal(f"{path}:Task", reward="exact")
     assert isinstance(error, RewardError)
-    assert "problem 0 has no answer, and the reward exact compares with it" in error.message
+    assert "problem 0 has no answer, but the reward exact compares with the answer" in error.message
 
 
 def test_choices_that_an_environment_has_no_use_for_are_refused() -> None:
@@ -491,7 +491,7 @@ def test_places_that_do_not_fit_the_images_are_reported_row_by_row(write: Write,
     )
     message = refusal("jsonl", data=str(data), reward="format").message
     assert "line 1 is not a problem: its messages have 2 image parts for 1 images" in message
-    assert "line 2 is not a problem: it has images, and no message of the user" in message
+    assert "line 2 is not a problem: it has images, but neither a user message" in message
     assert "with images, content may be parts {'type': 'text', 'text': text} and {'type': 'image'}" in message
 
 
@@ -506,5 +506,5 @@ def test_images_of_a_data_set_without_files_are_refused() -> None:
     rows = dataset.Rows(
         source="some/set, split train", rows=[dataset.Row("row 1", {"prompt": "p", "images": ["a.png"]})]
     )
-    with pytest.raises(RewardError, match="row 1 has images, which are read from the files that a row of a local file"):
+    with pytest.raises(RewardError, match="row 1 has images, which are supported only as paths in a local file"):
         rows.problems(lambda values: values)  # type: ignore[arg-type, return-value]

@@ -267,7 +267,7 @@ def test_a_chosen_column_that_is_not_there_is_named(tmp_path: Path, suffix: str)
     expected = f"--answer-column golt: no row of {path} has this column, found answer, gold, prompt"
     assert refusal(path, answer_column="golt").message == expected
     assert (
-        "has no answer, and the reward exact compares with the column 'golt', found prompt, answer, gold"
+        "has no answer, but the reward exact compares with the column 'golt', found prompt, answer, gold"
         in refusal(path, answer_column="golt", reward="exact").message
     )
     assert "has no column 'question', found prompt, answer, gold" in refusal(path, prompt_column="question").message

@@ -247,7 +247,7 @@ def test_problems_of_an_endless_environment_are_checked_lazily(write: Write, cho
 def test_a_later_problem_without_its_answer_is_named(write: Write) -> None:
     name = f"{write(ENDLESS.replace('BAD', repr('2+2=')))}:Task"
     problems = iter(registry.load(TaskConfig(environment=name, reward="exact")))
-    with pytest.raises(RewardError, match="problem 200 has no answer, and the reward exact compares with it"):
+    with pytest.raises(RewardError, match="problem 200 has no answer, but the reward exact compares with the answer"):
         list(islice(problems, 201))
     problems = iter(registry.load(TaskConfig(environment=name, reward="format")))
     with pytest.raises(RewardError, match=r"listing its problems raised AssertionError: read.*\(task.py line 5\)"):

@@ -234,7 +234,7 @@ def test_another_system_prompt_replaces_that_of_reasoning_gym() -> None:
     ("name", "arguments", "message", "hint"),
     [
         ("cuonting", {}, "Reasoning Gym has no task 'cuonting'", "--environment reasoning_gym:counting"),
-        ("counting", {"sise": 1}, "cannot be made with .*unexpected keyword argument 'sise'", "--env-args"),
+        ("counting", {"sise": 1}, "cannot be created with .*unexpected keyword argument 'sise'", "--env-args"),
     ],
 )
 def test_a_task_that_cannot_be_made_is_refused(name: str, arguments: dict[str, Any], message: str, hint: str) -> None:

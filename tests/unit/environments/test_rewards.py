@@ -177,11 +177,11 @@ def test_verls_form_without_a_ground_truth_is_named(write: Write) -> None:
         ("args, sample, **kwargs", "has slime's form", "sample.response"),
         (
             "completion, problem",
-            "takes (completion, problem), and is called with (problem, completion), in",
+            "takes (completion, problem), but is called with (problem, completion), in",
             "def mine(",
         ),
-        ("predict_str, ground_truth", "takes (predict_str, ground_truth), and is called with (problem", "def mine("),
-        ("question, target", "takes (question, target), and is called with", "def mine("),
+        ("predict_str, ground_truth", "takes (predict_str, ground_truth), but is called with (problem", "def mine("),
+        ("question, target", "takes (question, target), but is called with", "def mine("),
     ],
 )
 def test_form_of_another_system_is_refused_by_name(write: Write, head: str, message: str, hint: str) -> None:
@@ -232,7 +232,8 @@ def test_non_number_names_the_function_and_its_line(write: Write, value: str) ->
         ("exit(3)", r"reward mine raised SystemExit: 3 \(mine.py line 2\)"),
         (
             "1e31",
-            r"reward mine returned 1e\+31, expected a finite number of at most 1e\+30 in absolute value",
+            r"reward mine returned 1e\+31, expected a finite number of at most 1e\+30 in absolute value"
+            r" \(mine.py line 1\)",
         ),
     ],
 )
@@ -293,9 +294,9 @@ def test_a_weight_that_is_no_finite_number_is_refused(weight: str) -> None:
 
 
 def test_duplicate_or_weightless_rewards_are_refused(write: Write) -> None:
-    assert "two rewards are called math" in refusal("math,math=2").message
+    assert "two rewards have the name math" in refusal("math,math=2").message
     path = write("def math(problem, completion):\n    return 0\n")
-    assert "two rewards are called math" in refusal(f"math,{path}:math").message
+    assert "two rewards have the name math" in refusal(f"math,{path}:math").message
     assert "every weight is 0" in refusal("math=0").message
 
 

@@ -73,12 +73,14 @@ def test_problems_may_come_from_rows_and_rewards_from_flags(tmp_path: Path) -> N
 
 
 def test_held_out_rows_need_rows_to_train_on() -> None:
-    with pytest.raises(UsageError, match=r"--eval-data, --answer-column: .*:Bench has its own problems, unless --data"):
+    with pytest.raises(
+        UsageError, match=r"--eval-data, --answer-column: only with --data, because .*:Bench has its own"
+    ):
         registry.load(TaskConfig(environment=f"{FILE}:Bench", eval_data="rows.jsonl", answer_column="right"))
 
 
 MISUSES = {
-    "no tools": (RESETS + ITERATES + SCORES, "has a method reset, and no tools"),
+    "no tools": (RESETS + ITERATES + SCORES, "has a method reset, but no tools"),
     "no hints": (RESETS + ITERATES + SCORES + ADDS.replace("a: int", "a"), "describing its tools add raised TypeHint"),
     "no docstring": (
         RESETS + ITERATES + SCORES + "    def add(self):\n        pass\n",
@@ -118,8 +120,8 @@ class Row(typing.TypedDict):
         ("Mode", "Mode", "Literal['fast', 'slow']"),
         ("Mode | None", "Mode", "Literal['fast', 'slow']"),
         ("list[Mode]", "Mode", "Literal['fast', 'slow']"),
-        ("dict[str, Point]", "Point", "such as str, as its type hint, and make a Point of it in add"),
-        ("datetime.date", "date", "such as str, as its type hint, and make a date of it in add"),
+        ("dict[str, Point]", "Point", "such as str, as its type hint, and convert it to a Point in add"),
+        ("datetime.date", "date", "such as str, as its type hint, and convert it to a date in add"),
         ("pathlib.Path", "Path", "such as str,"),
     ],
 )
@@ -127,7 +129,7 @@ def test_a_hint_that_a_schema_cannot_tell_is_refused(load: Load, hint: str, name
     source = HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")
     with pytest.raises(RewardError) as caught:
         load(source)
-    assert f"has the tool add, whose argument a is a {named}, which no JSON schema describes" in caught.value.message
+    assert f"has the tool add, whose argument a is a {named}, which JSON schemas" in caught.value.message
     assert fix in caught.value.hint
 
 
