@@ -247,7 +247,7 @@ def test_every_sequence_of_a_run_has_the_experts_of_all_its_tokens(tmp_path: Pat
             check_experts(ours, sequence, len(group.prompt_token_ids))
 
 
-def test_a_turn_keeps_the_experts_of_its_own_tokens_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_keeps_only_the_experts_of_its_own_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = list[Turn]()
 
     class Watched(Recording):
@@ -280,7 +280,7 @@ def test_a_run_may_send_several_requests_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize(("direct", "is_direct"), [("", 0.0), ("example.com, 127.0.0.1", 0.0), ("*", 1.0)])
-def test_no_proxy_stands_before_the_base_url(
+def test_base_url_is_reached_without_a_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str, is_direct: float, processes: int
 ) -> None:
     for name in ("NO_PROXY", "no_proxy"):
@@ -292,7 +292,7 @@ def test_no_proxy_stands_before_the_base_url(
     assert group.rewards == (is_direct,) * 4
 
 
-def test_all_runs_go_on_at_once_in_this_process(tmp_path: Path) -> None:
+def test_runs_in_this_process_are_concurrent(tmp_path: Path) -> None:
     size = agents_sample.Meeting.SIZE
     choices: dict[str, Any] = {"batch_size": size, "group_size": size, "reward_processes": 0}
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Meeting", **choices) as ours:
@@ -384,7 +384,7 @@ def test_a_run_at_a_limit_is_scored_as_truncated(tmp_path: Path) -> None:
         assert all(len(completion.token_ids) <= limits["max_new_tokens"] for completion in group.completions)
 
 
-def test_a_request_without_room_on_the_server_is_at_a_limit(tmp_path: Path) -> None:
+def test_request_that_does_not_fit_the_server_hits_a_limit(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Chatting", max_model_len=400) as ours:
         (group, *_) = ours.stream.take(2, step=1)
         bodies = [request.body for request in ours.requests if request.method == "POST"]
@@ -426,7 +426,7 @@ def test_a_client_that_raises_at_length_counts_as_truncated(
     assert {completion.finish_reason for completion in group.completions} == {"length"}
 
 
-def test_a_client_that_goes_on_at_a_limit_counts_as_truncated(tmp_path: Path) -> None:
+def test_client_that_continues_at_a_limit_counts_as_truncated(tmp_path: Path) -> None:
     with spoken(tmp_path, lambda _: "spins<|im_end|>", environment=f"{FILE}:Misbehaving", batch_size=4) as ours:
         (group,) = ours.stream.take(1, step=1)
     assert group.rewards == (0.0,) * 4
@@ -455,7 +455,7 @@ def test_fault_in_a_run_costs_only_that_run(tmp_path: Path, processes: int) -> N
     assert len(ours.notes) == len(FAULTS) - 1, "two of them return something other than a reward"
 
 
-def test_an_agent_that_hangs_or_dies_costs_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_hangs_or_dies_costs_only_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTED_IN", str(tmp_path))
 
     def words(prompt: str) -> str:
@@ -473,7 +473,7 @@ def test_an_agent_that_hangs_or_dies_costs_its_run_alone(tmp_path: Path, monkeyp
     assert {fault.partition(", on prompt")[0] for fault in faults[4]} == {"the agent's run exited with status 7"}
 
 
-def test_the_time_limit_of_an_agent_counts_no_sampling(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_agents_time_limit_excludes_sampling(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def words(prompt: str) -> str:
         if "And then?" not in prompt:
             time.sleep(7)
@@ -504,7 +504,7 @@ def test_a_server_that_fails_ends_the_step_and_not_the_agent(tmp_path: Path) -> 
     assert len(groups[0].rewards) == 4
 
 
-def test_runs_go_on_while_a_step_is_computed(tmp_path: Path) -> None:
+def test_runs_continue_while_a_step_is_computed(tmp_path: Path) -> None:
     choices: dict[str, Any] = {"max_staleness": 2, "reward_processes": 2, "max_new_tokens": 4000, "max_turns": 5}
     with spoken(tmp_path, calling("qwen2_5"), environment=f"{FILE}:Calling", **choices) as ours:
         groups = [group for step in (1, 2, 3) for group in ours.stream.take(2, step=step)]
@@ -535,7 +535,7 @@ def test_no_run_begins_while_a_stream_is_closed(tmp_path: Path) -> None:
     assert tasks[0].cancelled()
 
 
-def test_an_agent_that_asks_nothing_is_not_scored(tmp_path: Path) -> None:
+def test_agent_without_requests_is_not_scored(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Silent") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     assert group.rewards == ()

@@ -142,14 +142,14 @@ def test_a_template_that_changes_earlier_turns_is_refused(
         ("qwen3_instruct_2507", {"answers": "user"}),
     ],
 )
-def test_others_are_proven(tmp_path: Path, name: str, choices: dict[str, Any]) -> None:
+def test_supported_templates_pass_verification(tmp_path: Path, name: str, choices: dict[str, Any]) -> None:
     ours = made(tmp_path, name, **choices)
     message = {"role": "user", "content": "And then?"}
     calls = [CALL] if choices.get("answers") != "user" else []
     assert len(ours.tokens_between(calls, [CALL.answered("19") if calls else message], 5)) > 3
 
 
-def test_a_turn_may_end_at_a_token_that_is_no_eos(tmp_path: Path) -> None:
+def test_turn_may_end_at_a_token_other_than_eos(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.eos_token = "<|endoftext|>"  # as in Qwen 2.5's base models
     GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
@@ -209,7 +209,7 @@ def test_a_call_may_have_no_arguments(written: str) -> None:
 
 @pytest.mark.parametrize("form", tool_calls.FORMATS)
 @pytest.mark.parametrize("text", ["", "[TOOL_CALLS] [7]", "<tool_call>{}</tool_call>", "{" * 100_000, '{"name": 3}'])
-def test_text_that_is_no_call_is_none(text: str, form: str) -> None:
+def test_text_without_a_call_has_no_calls(text: str, form: str) -> None:
     assert tool_calls.parsed(text, form) == ()
 
 
@@ -236,7 +236,7 @@ def test_an_argument_may_hold_any_mark_of_a_call_or_thought(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("thought", ["<think>", "<think>I", "<think>a</think>b"])
-def test_calls_inside_a_thought_are_none(thought: str) -> None:
+def test_calls_inside_a_thought_are_ignored(thought: str) -> None:
     call, broken = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', '<tool_call>{"name": "add'
     for inside in (call, broken, call + broken, broken + call):
         (read,) = tool_calls.parsed(f"{thought}{inside}</think>{call}", "hermes")
@@ -245,7 +245,7 @@ def test_calls_inside_a_thought_are_none(thought: str) -> None:
 
 
 @pytest.mark.parametrize("begun", ["<tool_call>{", "<tool_call>{}", "<tool_call>"])
-def test_calls_that_nothing_ends_take_no_quadratic_time(tmp_path: Path, begun: str) -> None:
+def test_unclosed_calls_are_parsed_in_linear_time(tmp_path: Path, begun: str) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     (parsed,) = tool_calls.parsed(call + begun * 200_000, "hermes")
     assert (parsed.name, parsed.arguments) == ("add", {"a": 1})

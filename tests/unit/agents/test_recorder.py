@@ -69,7 +69,7 @@ async def asked(port: int, path: str, kept: tuple[Any, Any] | None = None) -> tu
 
 
 @pytest.mark.parametrize("route", ["/0123/v1/chat/completions", "/", "RUN/completions", "RUN/chat/completions/x"])
-def test_a_path_of_no_run_is_refused_before_its_body_is_read(route: str) -> None:
+def test_unknown_run_is_refused_before_its_body_is_read(route: str) -> None:
     status, headers, _ = with_a_run(lambda port, path: exchanged(port, route.replace("RUN", path), b"", length=10**9))
     assert (status, headers["connection"], headers["x-should-retry"]) == (404, "close", "false")
 
@@ -182,14 +182,14 @@ BODIES = {"deep": DEEP, "deep inside": b'{"a": ' + DEEP, "no text": b"\xff", "ha
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_a_body_that_is_no_json_is_a_clients_fault(body: bytes) -> None:
+def test_invalid_json_body_is_a_client_error(body: bytes) -> None:
     status, headers, answer = with_a_run(lambda port, path: exchanged(port, f"{path}/chat/completions", body))
     assert (status, headers["x-should-retry"]) == (400, "false")
     assert answer["error"]["message"] == "the request is not JSON"
 
 
 @pytest.mark.parametrize(("route", "field"), [("chat/completions", "model"), ("responses", "metadata")])
-def test_no_depth_of_a_field_that_is_repeated_is_a_fault(route: str, field: str) -> None:
+def test_deeply_nested_field_gets_an_error_response(route: str, field: str) -> None:
     """The answer repeats it a few levels deeper, and both are limited by what JSON can be read and written."""
 
     async def statuses(port: int, path: str) -> set[int]:

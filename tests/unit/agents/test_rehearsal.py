@@ -83,7 +83,7 @@ class Pictured(Task):
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
-def test_images_far_behind_are_refused_at_the_start(tmp_path: Path, *, is_held_out: bool) -> None:
+def test_images_late_in_a_list_are_refused_at_the_start(tmp_path: Path, *, is_held_out: bool) -> None:
     text_only = tmp_path / "text_only"
     tiny.llama().save_pretrained(text_only)
     tiny.write_tokenizer(text_only, tiny.VOCABULARY)
@@ -96,7 +96,7 @@ def test_images_far_behind_are_refused_at_the_start(tmp_path: Path, *, is_held_o
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
-def test_a_long_prompt_far_behind_is_refused_at_the_start(model: Path, *, is_held_out: bool) -> None:
+def test_long_prompt_late_in_a_list_is_refused_at_the_start(model: Path, *, is_held_out: bool) -> None:
     texts: list[Problem] = [{"prompt": "3+4=", "answer": 7}] * 1000
     long = "3+" * 25 + "4="
     rows: list[Problem] = [*texts, {"prompt": long, "answer": 79}, *texts]
@@ -145,7 +145,7 @@ def of_list(problems: Any, held_out: Any = ()) -> BridgeTask:
     return BridgeTask(problems=lambda: iter(problems), kept=held_out, recipe=Task)
 
 
-def test_a_dropped_message_far_behind_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_dropped_message_late_in_a_list_is_located(tmp_path: Path) -> None:
     chat.tokenizer(tmp_path, "qwen2_5")
     tiny.qwen2(600).save_pretrained(tmp_path)
     rows = [{"prompt": CHAT, "answer": 7}] * 5000
@@ -156,7 +156,7 @@ def test_a_dropped_message_far_behind_is_refused_with_its_place(tmp_path: Path) 
         assert caught.value.message.startswith(f"{name} 4322 of 5,000: the model's chat template drops the message")
 
 
-def test_problems_are_tried_all_over_a_list(model: Path) -> None:
+def test_problems_from_all_over_a_list_are_tested(model: Path) -> None:
     rows: Any = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(5000)]
     tried_ones, lines = rehearsal.tried(of_list(rows, rows[:20]))
     places = [int(place.split()[1]) for place, _ in tried_ones if place.startswith("problem")]
@@ -229,13 +229,13 @@ def test_a_score_that_lacks_a_key_is_refused_with_the_way_to_it(model: Path, mon
         lambda text: [1.0][len(text)],
     ],
 )
-def test_a_score_that_takes_one_form_only_passes(model: Path, function: Callable[[str], float]) -> None:
+def test_score_that_accepts_a_single_format_passes(model: Path, function: Callable[[str], float]) -> None:
     task = Task(function)
     assert tried(model, task) == []
     assert 1 <= len(task.scored) <= 5
 
 
-def test_faults_of_several_kinds_or_that_are_allowed_are_told(model: Path) -> None:
+def test_mixed_or_allowed_failures_are_only_logged(model: Path) -> None:
     def differs(text: str) -> float:
         return {"7": 1 / int(not text) if text else 0.0}["8"]
 

@@ -297,7 +297,7 @@ def check_experts(ours: Rolled, sequence: Completion, num_prompt: int) -> list[i
     return rows
 
 
-def test_each_token_keeps_the_experts_of_the_turn_that_first_reported_them(tmp_path: Path) -> None:
+def test_tokens_keep_the_experts_first_reported_for_them(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), reports_experts=True) as ours:
         (group, *_) = ours.stream.take(2, step=1)
     for one in group.completions:
@@ -374,7 +374,7 @@ FATAL = {
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_exception_of_a_tool_is_its_answer(tmp_path: Path, processes: int) -> None:
+def test_exception_in_a_tool_becomes_its_result(tmp_path: Path, processes: int) -> None:
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", f"misbehave {[*HARMLESS][number % len(HARMLESS)]}")(number, turn)
 
@@ -411,7 +411,7 @@ def test_an_answer_the_template_rejects_costs_its_trajectory(tmp_path: Path, mon
     assert len(faults) + sum(len(group.rewards) for group in groups) == 8
 
 
-def test_a_tool_that_does_not_exist_and_an_answer_of_a_megabyte(tmp_path: Path) -> None:
+def test_unknown_tool_and_megabyte_result_become_replies(tmp_path: Path) -> None:
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", "misbehave is_long" if number % 2 else "nowhere")(number, turn)
 
@@ -445,7 +445,7 @@ def sleepers(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("how", FATAL)
-def test_a_tool_that_hangs_or_dies_costs_its_trajectory_alone(
+def test_tool_that_hangs_or_dies_costs_only_its_trajectory(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STARTED_IN", str(tmp_path))

@@ -108,7 +108,7 @@ def test_an_api_that_keeps_the_same_settings_continues(model: Path) -> None:
     assert "already has a trainer with the same settings" in run.notes[0]
 
 
-def test_another_trainers_batch_size_is_refused_first(model: Path) -> None:
+def test_different_trainers_batch_size_is_refused_first(model: Path) -> None:
     with pytest.raises(UsageError) as caught, running(model, FakeApi(settings={**OURS, "batch_size": 64})):
         pass
     assert caught.value.message.endswith("keeps the settings of a different trainer (batch_size 64, expected 8)")
@@ -116,7 +116,7 @@ def test_another_trainers_batch_size_is_refused_first(model: Path) -> None:
     assert "run-api" in caught.value.hint
 
 
-def test_another_trainers_length_is_refused_when_ours_is_known(model: Path) -> None:
+def test_different_trainers_length_is_refused_once_known(model: Path) -> None:
     with running(model, FakeApi(settings={**OURS, "max_token_len": 99})) as run:
         assert "(max_token_len 99, expected 1025)" in run.fails(UsageError).message
         assert run.requests("/batch") == []
@@ -189,7 +189,7 @@ def test_an_empty_api_is_explained_and_ends_the_run(
     assert all(message in line and hint in line for line in words)
 
 
-def test_the_time_is_that_of_one_step(model: Path) -> None:
+def test_time_limit_applies_to_each_step(model: Path) -> None:
     api, time = FakeApi(), FakeTime()
     with running(model, api, time, atropos_timeout_s=100) as run:
         for step in range(1, 4):
@@ -279,7 +279,7 @@ def test_a_server_that_dies_is_reported_to_the_loop(model: Path, fault: str) -> 
         assert len(run.requests("/register")) == 1
 
 
-def test_a_server_that_knows_no_health_route_is_well(model: Path) -> None:
+def test_server_without_a_health_route_counts_as_healthy(model: Path) -> None:
     api, time = FakeApi(health=Answer("", 404)), FakeTime()
     time.happening = {12.0: lambda: api.batches.append([pair()])}
     with running(model, api, time) as run:
@@ -361,7 +361,7 @@ def test_empty_lists_count_as_absent(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("none", 0.5), ("batch", 0.5 / 0.5), ("group", 0.5 / 0.5)])
-def test_an_advantage_set_to_zero_keeps_its_reward(model: Path, scale: Scale, expected: float) -> None:
+def test_completion_with_zero_advantage_keeps_its_reward(model: Path, scale: Scale, expected: float) -> None:
     first = pair(overrides=[{"set_advantage_to_zero": True}, {}])
     with running(model, FakeApi(batches=[[first, pair()]]), advantage_scale=scale) as run:
         zeroed, other = with_advantages(run.step(), scale)

@@ -164,7 +164,7 @@ def test_a_prompt_that_cannot_be_encoded_is_left_out(model: Path) -> None:
         Fed(model, FakeApi(), NoneUsable)
 
 
-def test_several_servers_take_turns(model: Path) -> None:
+def test_several_servers_are_used_round_robin(model: Path) -> None:
     with serving(openai_server.openai()) as one, serving(openai_server.openai()) as other:
         Fed(model, FakeApi(num_steps=3), server_url=f"{one.url}, {other.url}/")
     assert all(any(request.path == "/v1/completions" for request in server.requests) for server in (one, other))
@@ -238,7 +238,7 @@ def test_joining_waits_for_a_trainer_and_notes_it_once(model: Path) -> None:
     }  # fmt: skip
 
 
-def test_group_size_that_makes_no_batch_is_refused(model: Path) -> None:
+def test_group_size_that_does_not_fill_a_batch_is_refused(model: Path) -> None:
     api = FakeApi(batch_size=10)
     with pytest.raises(UsageError, match=r"groups of 4 do not fill .* batches of 10 sequences") as caught:
         Fed(model, api)
@@ -246,7 +246,7 @@ def test_group_size_that_makes_no_batch_is_refused(model: Path) -> None:
     assert api.registration == {}, "it never joined"
 
 
-def test_resumed_trainer_is_fed_without_an_end(model: Path) -> None:
+def test_resumed_trainer_is_fed_without_a_step_limit(model: Path) -> None:
     api = FakeApi(num_steps=2)
     api.step = 2
     config = FeedConfig.of(model_name=str(model), group_size=GROUP)
@@ -321,7 +321,7 @@ def test_end_of_the_feed_disconnects(
     assert made.left == [3]
 
 
-def test_server_that_is_gone_ends_the_feed(model: Path) -> None:
+def test_lost_server_ends_the_feed(model: Path) -> None:
     with serving(openai_server.openai()) as closed:
         pass
     api = FakeApi()

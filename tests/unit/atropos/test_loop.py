@@ -36,7 +36,7 @@ def batch() -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_learns_from_the_apis_batches_alone(running: Running) -> None:
+def test_run_learns_only_from_the_apis_batches(running: Running) -> None:
     api = FakeApi(batches=[batch() for _ in range(STEPS)])
     with serving(api) as server, running() as run:
         summary = run.train(atropos_url=server.url, **CHOICES)

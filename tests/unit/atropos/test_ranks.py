@@ -35,7 +35,7 @@ def taken(ranks: Ranks, model: Path) -> tuple[list[list[Group]], list[str], list
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_all_ranks_get_the_batches_that_the_first_one_asks_for(model: Path, num_parts: int) -> None:
+def test_all_ranks_get_the_first_ranks_batches(model: Path, num_parts: int) -> None:
     first, *others = on_ranks(2 * num_parts, taken, model, tp_size=num_parts)
     steps, paths, notes, url = first
     assert [len(groups) for groups in steps] == [4, 1]
@@ -79,7 +79,7 @@ def refused(ranks: Ranks, model: Path, choices: dict[str, Any]) -> list[Group]:
         ({"batches": [[BAD]]}, RewardError, "has the token 700"),
     ],
 )
-def test_refusal_on_rank_zero_ends_all_ranks_alike(
+def test_refusal_on_rank_zero_ends_all_ranks(
     model: Path, choices: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
     for error in on_ranks(2, refused, model, choices):

@@ -26,7 +26,7 @@ def known(logprobs: tuple[float, ...]) -> list[float | None]:
     return [None if math.isnan(value) else value for value in logprobs]
 
 
-def test_a_plain_group_needs_no_mask() -> None:
+def test_group_with_only_sampled_completions_needs_no_mask() -> None:
     group = learnt(pair())
     assert (group.problem, group.prompt_token_ids, group.rewards) == ({"prompt": "AB"}, (5, 6), (0.0, 1.0))
     first, second = group.completions
@@ -35,7 +35,7 @@ def test_a_plain_group_needs_no_mask() -> None:
     assert group.advantages is None
 
 
-def test_the_prompt_is_the_common_beginning_of_all_sequences() -> None:
+def test_prompt_is_the_common_prefix_of_all_sequences() -> None:
     group = learnt(scored(((1, 2, 3, 9), 3), ((1, 2, 4, 9), 3), ((1, 2, 3, 3, 9), 4)))
     assert group.prompt_token_ids == (1, 2)
     assert [completion.token_ids for completion in group.completions] == [(3, 9), (4, 9), (3, 3, 9)]
@@ -49,7 +49,7 @@ def test_a_prompt_ends_before_the_first_sampled_token() -> None:
     assert [completion.sampled for completion in group.completions] == [(False, True), None]
 
 
-def test_sequences_without_a_common_beginning_have_no_prompt() -> None:
+def test_sequences_without_a_common_prefix_have_no_prompt() -> None:
     group = learnt(scored(((1, 2), 1), ((3, 2), 1)))
     assert group.prompt_token_ids == ()
     assert [completion.sampled for completion in group.completions] == [(False, True)] * 2
@@ -83,7 +83,7 @@ def test_a_sequence_without_sampled_tokens_keeps_its_reward() -> None:
         ([[math.nan, 7.0, -0.25, math.nan], [1.0, 1.0, -1.0]], [-0.25, None]),
     ],
 )
-def test_a_log_probability_of_one_or_none_is_unknown(given: Any, expected: list[float | None]) -> None:
+def test_log_probability_of_one_or_null_is_unknown(given: Any, expected: list[float | None]) -> None:
     assert known(learnt(pair(inference_logprobs=given)).completions[0].logprobs) == expected
 
 
@@ -98,7 +98,7 @@ def test_advantages_are_per_token_or_per_sequence() -> None:
     assert group.advantages == ((1.0, -1.0), (2.0,))
 
 
-def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
+def test_unsampled_tokens_have_no_advantage() -> None:
     group = learnt(scored(((1, 2, 3, 4), 1), masks=[[-100, 2, -100, 4]], advantages=[[5.0, 6.0, math.nan, 7.0]]))
     assert group.advantages == ((6.0, 0.0, 7.0),)
 

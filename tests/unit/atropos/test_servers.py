@@ -17,7 +17,7 @@ URL = "http://localhost:9001/v1"
     ("num_servers", "expected"),
     [(None, [f"http://localhost:{port}/v1" for port in POLLED_PORTS]), (2, [URL, URL])],
 )
-def test_a_single_server_is_found_only_in_a_list(
+def test_single_server_must_be_given_in_a_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_servers: int | None, expected: list[str]
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)

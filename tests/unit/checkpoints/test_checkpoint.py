@@ -134,7 +134,7 @@ def test_a_damaged_marker_is_named_and_an_older_one_taken(damage: Callable[[Path
     assert newest(tmp_path, "step_")[0] == SavedCheckpoint(older, progress(3))
 
 
-def test_no_byte_of_the_marker_changes_unseen(tmp_path: Path) -> None:
+def test_any_changed_byte_of_the_marker_is_detected(tmp_path: Path) -> None:
     folder = save(tmp_path)
     whole = (folder / MARKER_NAME).read_bytes()
     for index in range(len(whole)):
@@ -175,7 +175,7 @@ def test_a_missing_file_is_reported_before_a_checksum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"step": 3, "weight_version": 3}'])
-def test_a_marker_of_another_version_is_refused(text: str, tmp_path: Path) -> None:
+def test_marker_from_a_different_version_is_refused(text: str, tmp_path: Path) -> None:
     folder = save(tmp_path)
     (folder / MARKER_NAME).write_text(text)
     with pytest.raises(CheckpointError, match="is not a valid marker for this version of Bridge"):
@@ -201,7 +201,7 @@ def test_the_newest_has_the_highest_step_and_the_right_name(tmp_path: Path) -> N
     assert (saved, passed_over) == (SavedCheckpoint(tmp_path / "adapter_300", progress(300)), ())
 
 
-def test_every_newer_one_that_is_passed_over_is_told(tmp_path: Path) -> None:
+def test_every_skipped_newer_checkpoint_is_reported(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     cut(tmp_path / "step_3" / WEIGHTS)
@@ -227,14 +227,14 @@ def test_only_the_last_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_3"]
 
 
-def test_a_folder_that_is_no_checkpoint_any_more_is_not_removed(tmp_path: Path) -> None:
+def test_folder_without_a_marker_is_not_removed(tmp_path: Path) -> None:
     folders = [save(tmp_path, step) for step in (1, 2)]
     (folders[0] / MARKER_NAME).unlink()
     assert keep_last(folders, 1) == folders[1:]
     assert (folders[0] / WEIGHTS).exists()
 
 
-def test_one_that_cannot_be_removed_remains_and_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_that_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [save(tmp_path, step) for step in (1, 2)]
 
     def refuse(_folder: Path) -> None:
@@ -245,7 +245,7 @@ def test_one_that_cannot_be_removed_remains_and_is_returned(tmp_path: Path, monk
     assert read(folders[0]).progress.step == 1
 
 
-def test_a_folder_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_removed_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [save(tmp_path, step) for step in (1, 2)]
     states = []
 
@@ -296,7 +296,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(limit_bytes: int, older: boo
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_kill_while_saving_leaves_only_whole_checkpoints(seed: int, tmp_path: Path) -> None:
+def test_kill_while_saving_leaves_only_complete_checkpoints(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.checkpoints.killed_saver", str(tmp_path), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
     *after_kills, last = [json.loads(line) for line in done.stdout.splitlines()]

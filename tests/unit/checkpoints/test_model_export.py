@@ -187,7 +187,7 @@ def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: P
         assert not (tmp_path / "out").exists()
 
 
-def test_another_base_can_be_named(base: Path, tmp_path: Path) -> None:
+def test_different_base_can_be_named(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "moved", "no/such/place/any/more")
     assert export(source, tmp_path / "out", base=str(base)).folder.is_dir()
 
@@ -229,7 +229,7 @@ MERGED: dict[str, peft.PeftConfig] = {
 
 @pytest.mark.parametrize("case", MERGED)
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_an_adapter_of_peft_is_merged_as_it_computes(case: str, dtype: Any, tmp_path: Path) -> None:
+def test_merged_model_computes_what_peft_computes(case: str, dtype: Any, tmp_path: Path) -> None:
     base, source = saved_by_peft(tmp_path, MERGED[case])
     (base / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')  # refused by save_pretrained
     exported = export(source, tmp_path / "out", dtype=dtype)

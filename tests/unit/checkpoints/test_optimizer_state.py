@@ -210,7 +210,7 @@ def test_random_state_resumes(device: str, tmp_path: Path) -> None:
     assert torch.equal(torch.rand(1000, device=device), expected)
 
 
-def test_the_gpus_of_a_machine_that_has_fewer_are_passed_over(tmp_path: Path) -> None:
+def test_random_states_of_missing_gpus_are_skipped(tmp_path: Path) -> None:
     trained = parameters()
     optimizer_state.write(tmp_path, trained, optimizer_of(trained))
     document = json.loads((tmp_path / FOLDER / STATE_NAME).read_text())
@@ -228,7 +228,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_state_of_other_parameters_is_refused_whole(written: Path) -> None:
+def test_state_for_different_parameters_is_refused(written: Path) -> None:
     trained = parameters()
     message = refusal(written, trained | {"new": nn.Parameter(torch.ones(2))})
     assert message == f"{written / FOLDER} does not fit the model: new is absent, expected trained"
@@ -241,7 +241,7 @@ def test_a_state_of_other_parameters_is_refused_whole(written: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["adamw-8bit", OFFLOADED])
-def test_a_state_of_another_kind_is_refused_with_its_flags(written: Path, other: str) -> None:
+def test_incompatible_state_is_refused_with_its_flags(written: Path, other: str) -> None:
     trained = parameters()
     optimizer = optimizer_of(trained, kind=other)
     step(trained, optimizer, seed=9)
@@ -255,7 +255,7 @@ def test_a_state_of_another_kind_is_refused_with_its_flags(written: Path, other:
     assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
 
 
-def test_a_state_without_a_kind_is_adamws(written: Path) -> None:
+def test_state_without_flags_counts_as_adamw(written: Path) -> None:
     path = written / FOLDER / STATE_NAME
     document = json.loads(path.read_text())
     del document["flags"]
@@ -280,14 +280,14 @@ Edit = Callable[[dict[str, Tensor]], object]
         ),
     ],
 )
-def test_a_file_that_was_edited_is_refused_whole(written: Path, edit: Edit, message: str) -> None:
+def test_edited_state_file_is_refused(written: Path, edit: Edit, message: str) -> None:
     tensors = stored(written)
     edit(tensors)
     save_file(tensors, files(written)[0])
     assert message in refusal(written, parameters())
 
 
-def test_a_file_that_was_cut_short_is_refused_whole(written: Path) -> None:
+def test_truncated_state_file_is_refused(written: Path) -> None:
     path = files(written)[0]
     path.write_bytes(path.read_bytes()[:-1])
     assert f"{path} cannot be read" in refusal(written, parameters())
@@ -360,7 +360,7 @@ ODD_CONTENT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", ODD_CONTENT)
-def test_odd_content_of_torchs_optimizer_is_one_line(case: str, tmp_path: Path) -> None:
+def test_invalid_foreign_optimizer_state_is_one_line(case: str, tmp_path: Path) -> None:
     model, optimizer = linear_with_state(tmp_path)
     path = tmp_path / FOLDER / POSITIONS
     ODD_CONTENT[case](path)

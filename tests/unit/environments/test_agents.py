@@ -192,7 +192,7 @@ def test_a_turn_ends_at_the_stop_that_vllm_looks_for_first() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_forced_call_is_a_wish(choice: Any) -> None:
+def test_forced_tool_call_is_ignored(choice: Any) -> None:
     request = chat_request.read({"messages": [USER], "tools": [ADD], "tool_choice": choice})
     assert (request.forces_call, len(request.tools)) == (True, 1)
     assert not chat_request.read({"messages": [USER], "tools": [ADD], "tool_choice": "auto"}).forces_call

@@ -104,7 +104,7 @@ def test_equal_numbers_and_formulae_are_right(answer: object, completion: str) -
 
 
 @pytest.mark.parametrize("heading", ["#### Final answer", "#### **Answer:**", "####", "##### So"])
-def test_a_heading_above_text_is_no_mark(heading: str) -> None:
+def test_heading_above_text_is_not_an_answer_mark(heading: str) -> None:
     for answer in ("The answer is 1234.", "**1234**", r"\[ 1234 \]", r"\boxed{1234}"):
         assert rewards.is_right("1234", f"12 and 34\n\n{heading}\n\n{answer}")
     assert not rewards.is_right("1234", f"1234\n{heading}\n\nIt is 12.")
@@ -132,7 +132,7 @@ def test_part_of_a_formula_is_not_the_answer() -> None:
 
 
 @pytest.mark.parametrize("answer", ["??", "", "Lima", "#### two of them"])
-def test_an_answer_to_compare_with_that_is_no_formula_is_named(answer: str) -> None:
+def test_reference_answer_without_a_formula_is_named(answer: str) -> None:
     with pytest.raises(RewardError, match="is not a number or formula") as caught:
         rewards.is_right(answer, "#### 42")
     assert f"the answer {answer!r}" in caught.value.message

@@ -311,7 +311,7 @@ def test_every_bad_line_is_named_with_its_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["NaN", "Infinity", "-Infinity"])
-def test_an_answer_that_is_no_finite_number_is_refused(answer: str, write: Write) -> None:
+def test_answer_must_be_text_or_a_finite_number(answer: str, write: Write) -> None:
     message = refusal("jsonl", data=str(write(f'{{"prompt": "a", "answer": {answer}}}'))).message
     assert f"has the answer {float(answer)!r}, expected text or a number" in message
 
@@ -335,7 +335,7 @@ def test_a_file_without_rows_is_refused(write: Write) -> None:
     assert "has no rows" in refusal("jsonl", data=str(write())).message
 
 
-def test_a_reward_of_ones_own_needs_no_answer(write: Write) -> None:
+def test_custom_reward_needs_no_answer(write: Write) -> None:
     path = write({"prompt": "hi"})
     mine = write("def length(problem, completion): return len(completion)", name="mine.py")
     environment = load("jsonl", data=str(path), reward=f"{mine}:length,format")
@@ -375,7 +375,7 @@ def test_a_system_prompt_replaces_each_prompts_own(write: Write) -> None:
     assert [problem["plain_prompt"] for problem in plain] == ["Be brief.\n\na?", "Be brief.\n\nb:"]
 
 
-def test_an_empty_system_prompt_takes_the_own_one_away(write: Write) -> None:
+def test_empty_system_prompt_removes_the_problems_own(write: Write) -> None:
     path = write(OWN + "    def score(self, problem, completion): return 1.0\n", name="task.py")
     assert prompts(load(f"{path}:Task", system_prompt="")) == ["a?", [{"role": "user", "content": "b?"}]]
 

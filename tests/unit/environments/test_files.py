@@ -96,7 +96,7 @@ def test_messages_of_a_data_set_have_no_keys_of_others(monkeypatch: pytest.Monke
     assert rows_of(Path("someone/else")) == CHAT
 
 
-def test_a_null_that_is_no_key_of_a_message_stays(tmp_path: Path) -> None:
+def test_null_outside_of_messages_is_kept(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "level": None, "names": {"de": None}}, {"prompt": "q", "level": 1, "names": {"de": "x"}}]
     for suffix, write in WRITERS.items():
         write(tmp_path / f"data{suffix}", rows)
@@ -225,7 +225,7 @@ def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
     assert "the split train in several formats: train-a.json, train-a.parquet" in refusal(tmp_path).message
 
 
-def test_other_formats_of_a_folder_are_read_anew(tmp_path: Path) -> None:
+def test_folder_with_other_formats_is_read_without_a_cache(tmp_path: Path) -> None:
     for text in ("old", "new"):
         (tmp_path / "train.csv").write_text(f"prompt\n{text}\n")
         os.utime(tmp_path / "train.csv", (1_700_000_000, 1_700_000_000))

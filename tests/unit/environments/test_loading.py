@@ -200,7 +200,7 @@ def test_code_that_raises_names_the_exception_and_its_line(write: Write, source:
         ),
     ],
 )
-def test_a_class_that_is_no_environment_is_refused(write: Write, body: str, message: str) -> None:
+def test_class_without_the_environments_methods_is_refused(write: Write, body: str, message: str) -> None:
     assert message in refusal(f"{write(CLASS + body)}:Task").message
 
 
@@ -254,7 +254,7 @@ def test_a_later_problem_without_its_answer_is_named(write: Write) -> None:
         list(islice(problems, 1001))
 
 
-def test_images_of_a_class_are_opened_at_the_start_alone(tmp_path: Path) -> None:
+def test_images_of_a_class_are_opened_only_at_the_start(tmp_path: Path) -> None:
     """One that is gone later costs its group: it is refused when its prompt is encoded."""
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "task.py").write_text(

@@ -60,7 +60,7 @@ def test_printed_text_does_not_disturb_rewards(capfd: pytest.CaptureFixture[str]
     end(environment)
 
 
-def test_a_run_that_fails_harms_no_other(environment: Verifiers) -> None:
+def test_failed_run_does_not_affect_others(environment: Verifiers) -> None:
     first = pid_of(environment)
     with pytest.raises(FailedRequestError, match="ProviderError: no model"):
         environment.run(verifiers_stand_in.listed(2), "")
@@ -217,14 +217,14 @@ def test_reasoning_gym_entries_are_scored_by_their_task() -> None:
 
 
 @pytest.mark.usefixtures("gym")
-def test_held_out_entries_have_another_seed() -> None:
+def test_held_out_entries_have_a_different_seed() -> None:
     task = registry.load(TaskConfig(environment="reasoning_gym:counting", eval_env_args={"size": 2}))
     assert [entry["answer"] for entry in islice(task, 1)] == ["0"]
     assert [entry["plain_prompt"] for entry in task.held_out()] == ["Answer.\n\n100?", "Answer.\n\n101?"]
 
 
 @pytest.mark.usefixtures("gym")
-def test_another_system_prompt_replaces_that_of_reasoning_gym() -> None:
+def test_system_prompt_replaces_reasoning_gyms() -> None:
     task = registry.load(TaskConfig(environment="reasoning_gym:counting", system_prompt="Say it."))
     assert next(iter(task)).get("plain_prompt") == "Say it.\n\n0?"
 

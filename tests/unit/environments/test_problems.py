@@ -39,7 +39,7 @@ def value(formula: str) -> Fraction:
     return worked_out(ast.parse(formula, mode="eval").body)
 
 
-def test_there_are_enough_of_them_and_none_comes_twice() -> None:
+def test_bundled_problems_are_numerous_and_unique() -> None:
     assert len(SPLITS["train"]) >= 120
     assert len(SPLITS["test"]) >= 40
     assert len({row["question"] for row in EVERY}) == len(EVERY)

@@ -42,7 +42,7 @@ def refusal(spec: str) -> UsageError:
     ("completion", "exact", "math", "marked"),
     [("42\n", 1, 1, 0), ("#### 42.0", 0, 1, 1), (r"\boxed{41}", 0, 0, 1), ("####", 0, 0, 0), ("", 0, 0, 0)],
 )
-def test_the_named_rewards_are_one_or_nothing(completion: str, exact: int, math: int, marked: int) -> None:
+def test_named_rewards_are_one_or_zero(completion: str, exact: int, math: int, marked: int) -> None:
     assert scores("exact,math,format", completion)[1] == {"exact": exact, "math": math, "format": marked}
 
 
@@ -78,7 +78,7 @@ def test_a_missing_reward_file_is_named_as_written() -> None:
     assert f"cannot read {'x' * 300}.py: there is no such file" in refusal(f"{'x' * 300}.py:f").message
 
 
-def test_a_weight_may_be_negative_or_nothing() -> None:
+def test_weight_may_be_negative_or_zero() -> None:
     assert scores("exact=-1.5e0,format=0", "42") == (-1.5, {"exact": 1.0, "format": 0.0})
 
 
@@ -184,7 +184,7 @@ def test_verls_form_without_a_ground_truth_is_named(write: Write) -> None:
         ("question, target", "takes (question, target), but is called with", "def mine("),
     ],
 )
-def test_form_of_another_system_is_refused_by_name(write: Write, head: str, message: str, hint: str) -> None:
+def test_form_of_an_unsupported_system_is_refused_by_name(write: Write, head: str, message: str, hint: str) -> None:
     error = refusal(f"{write(f'def mine({head}): return 1.0')}:mine")
     assert message in error.message
     assert hint in error.hint
@@ -232,8 +232,7 @@ def test_non_number_names_the_function_and_its_line(write: Write, value: str) ->
         ("exit(3)", r"reward mine raised SystemExit: 3 \(mine.py line 2\)"),
         (
             "1e31",
-            r"reward mine returned 1e\+31, expected a finite number of at most 1e\+30 in absolute value"
-            r" \(mine.py line 1\)",
+            r"reward mine returned 1e\+31, .* number of at most 1e\+30 in absolute value \(mine.py line 1\)",
         ),
     ],
 )
@@ -287,7 +286,7 @@ def test_unknown_reward_lists_known_names_and_a_guess() -> None:
 
 
 @pytest.mark.parametrize("weight", ["", "two", "nan", "inf", "1=2"])
-def test_a_weight_that_is_no_finite_number_is_refused(weight: str) -> None:
+def test_weight_must_be_a_finite_number(weight: str) -> None:
     error = refusal(f"math={weight}")
     assert f"--reward math={weight}: the weight {weight!r} is not a finite number" in error.message
     assert error.hint == "--reward math=0.5"

@@ -125,7 +125,7 @@ class Row(typing.TypedDict):
         ("pathlib.Path", "Path", "such as str,"),
     ],
 )
-def test_a_hint_that_a_schema_cannot_tell_is_refused(load: Load, hint: str, named: str, fix: str) -> None:
+def test_type_hint_that_a_schema_lacks_is_refused(load: Load, hint: str, named: str, fix: str) -> None:
     source = HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")
     with pytest.raises(RewardError) as caught:
         load(source)
@@ -140,7 +140,7 @@ def test_a_hint_that_a_schema_cannot_tell_is_refused(load: Load, hint: str, name
         "dict", "list", "tuple[int, str]", "typing.Any", "typing.Annotated[int, 'a number']", "typing.Text", "bool",
     ],
 )  # fmt: skip
-def test_a_hint_that_a_schema_can_tell_is_taken(load: Load, hint: str) -> None:
+def test_type_hint_that_a_schema_has_is_accepted(load: Load, hint: str) -> None:
     (schema,) = load(HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")).schemas
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
 
@@ -184,7 +184,7 @@ def test_a_rehearsal_names_a_reset_that_cannot_be_called(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("of_rows", [False, True])
-def test_reset_gets_the_problems_own_keys_alone(model: Path, tmp_path: Path, *, of_rows: bool) -> None:
+def test_reset_gets_only_the_problems_own_keys(model: Path, tmp_path: Path, *, of_rows: bool) -> None:
     resets = RESETS.replace("**row", "prompt, number")
     iterates = ITERATES.replace("{'prompt': '3+4='}", "{'prompt': '3+4=', 'number': 7}")
     (tmp_path / "task.py").write_text(resets + iterates + SCORES + ADDS)

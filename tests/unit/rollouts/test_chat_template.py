@@ -145,14 +145,14 @@ def test_parts_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["content | upper", "content | tojson", "content | truncate(20)", "content.strip()"])
-def test_template_may_write_texts_otherwise(tmp_path: Path, how: str) -> None:
+def test_template_may_change_how_texts_are_written(tmp_path: Path, how: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.chat_template = f"{{% for message in messages %}}{{{{ message.{how} }}}}\n{{% endfor %}}"
     prompt: Any = [{"role": "system", "content": "Be brief.", "name": "A"}, {"role": "user", "content": "2 + 3? " * 9}]
     assert "2 + 3?" in text_of(tokenizer, {"prompt": prompt})
 
 
-def test_part_of_white_space_is_not_missed(tmp_path: Path) -> None:
+def test_whitespace_part_does_not_count_as_lost(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     parts = "{% for part in m.content %}{{ part.text | default('') | trim }}{% endfor %}"
     tokenizer.chat_template = f"{{% for m in messages %}}{parts};{{% endfor %}}"
@@ -170,7 +170,7 @@ def test_developer_is_rendered_as_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen2_5"])
-def test_keys_without_a_value_are_no_keys(tmp_path: Path, name: str) -> None:
+def test_keys_with_null_values_are_dropped(tmp_path: Path, name: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, name)
     of_parquet = {**USER, "tool_calls": None, "name": None}
     assert encode(tokenizer, {"prompt": [of_parquet]}) == encode(tokenizer, {"prompt": [USER]})
@@ -235,7 +235,7 @@ def test_a_prompt_that_ends_with_a_call_is_refused(tmp_path: Path) -> None:
             )
 
 
-def test_a_call_without_a_text_comes_out_of_every_template(tmp_path: Path) -> None:
+def test_call_without_text_is_rendered_by_every_template(tmp_path: Path) -> None:
     call = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
     answer = {"role": "tool", "name": "weather", "tool_call_id": "call00000", "content": "sunny"}
     num_calls = 0
@@ -275,7 +275,7 @@ def test_tools_of_a_problem_reach_the_template(tmp_path: Path, tools: Any) -> No
     assert line == "the model does not see tools of the problems: their prompts are text"
 
 
-def test_tools_that_are_names_are_the_problems_own(tmp_path: Path) -> None:
+def test_tools_given_as_names_stay_with_the_problem(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     problem: Any = {"prompt": [USER], "tools": ["weather"]}
     assert encode(tokenizer, problem) == encode(tokenizer, {"prompt": [USER]})
@@ -322,7 +322,7 @@ def test_bos_is_added_once(llama: PreTrainedTokenizerBase, form: str, text: str)
     assert tokenizer.decode(encode(tokenizer, {"prompt": text})) == expected
 
 
-def test_several_tokens_in_front_of_a_text_come_once(llama: PreTrainedTokenizerBase) -> None:
+def test_prepended_tokens_are_added_only_once(llama: PreTrainedTokenizerBase) -> None:
     tokenizer = adding(llama, "<|begin_of_text|> <s> $A")
     for text in ("2", "<|begin_of_text|><s>2"):
         assert tokenizer.decode(begun(tokenizer, text)) == "<|begin_of_text|><s>2"
@@ -348,7 +348,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_the_end_of_a_turn_is_the_templates(tmp_path: Path, name: str) -> None:
+def test_end_of_turn_comes_from_the_template(tmp_path: Path, name: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, name if name not in ("glm4moe", "cohere2") else "qwen2_5")
     tokenizer.chat_template = chat.template(name)
     tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)  # only the next turn ends one of GLM's

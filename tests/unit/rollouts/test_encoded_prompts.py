@@ -279,7 +279,7 @@ def test_pixels_arrive_at_the_server_and_at_no_rank(model: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("processor")
-def test_other_images_have_another_digest(model: Path, tmp_path: Path) -> None:
+def test_different_images_have_different_digests(model: Path, tmp_path: Path) -> None:
     _, one = encode(model, MARKER, file(tmp_path, "a.png"))
     Image.new("RGB", (16, 8), (0, 0, 0)).save(tmp_path / "b.png")
     _, other = encode(model, MARKER, str(tmp_path / "b.png"))

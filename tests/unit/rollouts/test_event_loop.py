@@ -125,7 +125,7 @@ def test_an_interrupt_at_any_moment_of_the_first_call_is_raised() -> None:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # before anything is closed
 @pytest.mark.timeout(60)
-def test_interrupt_during_close_leaves_nothing_half_closed() -> None:
+def test_interrupt_during_close_still_closes_everything() -> None:
     for number in itertools.count():
         loop, presses, ended = EventLoop(), Presses(number), list[str]()
 

@@ -228,7 +228,7 @@ def test_retry_after_is_respected_within_limits(wanted: str | None, waited: floa
     assert all(waited <= wait <= waited + FIRST_WAIT_S for wait in waits)
 
 
-def test_a_busy_server_delays_nothing_while_another_is_well() -> None:
+def test_busy_server_delays_nothing_while_another_is_healthy() -> None:
     waits = Waits()
     busy = always(lambda _: Answer("busy", 429, {"retry-after": "20"}))
     with faulty(busy) as one, faulty(react) as other, sampler(sleep=waits) as ours:
@@ -237,7 +237,7 @@ def test_a_busy_server_delays_nothing_while_another_is_well() -> None:
     assert max(waits) <= FIRST_WAIT_S
 
 
-def test_groups_of_a_dead_server_are_sampled_by_the_other() -> None:
+def test_groups_of_a_dead_server_move_to_the_other_server() -> None:
     def dies(request: HttpRequest) -> Answer | None:
         if request.method == "POST" and len(one.completions) > 1:  # the first four are spread over both
             threading.Thread(target=one.stop).start()
@@ -251,7 +251,7 @@ def test_groups_of_a_dead_server_are_sampled_by_the_other() -> None:
     assert len(other.completions) >= 2 * len(PROMPTS) - 1
 
 
-def test_groups_of_a_hanging_server_are_sampled_by_the_other() -> None:
+def test_groups_of_a_hanging_server_move_to_the_other_one() -> None:
     with (
         faulty(always(lambda _: Hang())) as one,
         faulty(react) as other,
@@ -265,7 +265,7 @@ def test_groups_of_a_hanging_server_are_sampled_by_the_other() -> None:
     assert ours.num_retries == len(one.completions)
 
 
-def test_nonsense_of_one_server_is_asked_of_another() -> None:
+def test_invalid_response_is_retried_on_a_different_server() -> None:
     with faulty(always(FAULTS["no JSON"])) as one, faulty(react) as other, sampler() as ours:
         assert sample(ours, one, other) == EXPECTED
 
@@ -300,7 +300,7 @@ def test_requests_go_to_the_least_loaded_server() -> None:
     assert (len(one.completions), len(other.completions)) == (2, len(PROMPTS) - 2)
 
 
-def test_servers_take_turns_where_they_are_equally_busy() -> None:
+def test_equally_busy_servers_are_used_round_robin() -> None:
     with faulty(react) as one, faulty(react) as other, sampler(max_concurrency=1) as ours:
         assert sample(ours, one, other) == EXPECTED
     assert len(one.completions) == len(other.completions) == len(PROMPTS) / 2
@@ -496,7 +496,7 @@ def test_an_interrupt_before_a_task_closes_its_coroutine(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("quiet")
-def test_tasks_run_on_while_the_caller_computes() -> None:
+def test_tasks_keep_running_while_the_caller_computes() -> None:
     happened = threading.Event()
 
     async def later() -> None:
@@ -530,7 +530,7 @@ def test_calls_run_in_the_waiting_thread() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_an_interrupt_while_it_waits_to_try_again_acts_at_once() -> None:
+def test_interrupt_before_a_retry_takes_effect_immediately() -> None:
     async def wait_for_ever(_: float) -> None:
         interrupt(signal.SIGINT)
         await asyncio.Event().wait()
@@ -574,7 +574,7 @@ def test_deferred_interrupt_waits_for_the_end() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
+def test_error_for_one_prompt_cancels_all_other_requests() -> None:
     def script(request: HttpRequest) -> Reaction:
         if request.method == "GET" or len(request.body["prompt"]) > 1:
             return react(request) if request.method == "GET" else Hang()
@@ -620,7 +620,7 @@ def test_request_refused_for_every_prompt_ends_the_run() -> None:
     assert re.search("^--top-k 5 needs a server that reports [^']*$", refused.value.message)
 
 
-def test_many_unusable_prompts_in_a_row_end_the_run() -> None:
+def test_many_consecutive_unusable_prompts_end_the_run() -> None:
     counted = Unusable()
     bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", hint="r"))
     good, fault = Score(reward=1.0), FailedScore(kind="k", line="l")
@@ -659,7 +659,7 @@ def failing(health: Health) -> None:
         raise RequestFailed("no", "anywhere")
 
 
-def test_a_failing_server_rests_longer_each_time() -> None:
+def test_cooldown_of_a_failing_server_grows() -> None:
     clock = Clock()
     health, rests = Health(clock), list[float]()
     assert health.is_well()
@@ -677,7 +677,7 @@ def test_a_failing_server_rests_longer_each_time() -> None:
         assert health.is_well()  # it has answered
 
 
-def test_when_all_servers_rest_the_first_back_is_used() -> None:
+def test_with_all_servers_in_cooldown_the_first_back_is_used() -> None:
     clock = Clock()
     one, other = (Server(Endpoint(url=url), Health(clock)) for url in ("http://one", "http://other"))
     servers = [one, other]

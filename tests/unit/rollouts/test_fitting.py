@@ -16,7 +16,7 @@ def fitted(longest: int | None, **choices: Any) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(256, 128), (511, 255), (32, 16), (1, 1)])
-def test_a_default_gives_way_to_the_server(longest: int, expected: int) -> None:
+def test_default_length_is_shortened_to_fit_the_server(longest: int, expected: int) -> None:
     fitted_choices, (note,) = fitted(longest)
     assert fitted_choices == expected
     assert note == f"--max-new-tokens defaults to {expected}, half of the server's longest sequence of {longest} tokens"

@@ -58,7 +58,7 @@ def test_each_pass_has_every_problem_once_in_a_new_order() -> None:
     assert passes[0] != passes[1] != passes[2]
 
 
-def test_the_seed_alone_decides_the_order() -> None:
+def test_order_depends_only_on_the_seed() -> None:
     assert taken(3, 50) == taken(3, 50)
     assert taken(3, 20) != taken(4, 20)
 
@@ -133,7 +133,7 @@ def test_empty_epoch_does_not_loop_forever(size: int) -> None:
         next(problems)
 
 
-def test_held_out_problems_are_the_environments() -> None:
+def test_held_out_problems_come_from_the_environment() -> None:
     assert held_out(SumsWithHeldOut(PROBLEMS[:2])) == PROBLEMS[:2]
 
 
@@ -143,7 +143,7 @@ def test_an_evaluation_without_held_out_problems_is_refused(environment: Sums) -
         held_out(environment)
 
 
-def test_text_is_encoded_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_is_encoded_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode(tokenizer, {"prompt": "1+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
 
 

@@ -80,7 +80,7 @@ def test_completions_come_in_the_order_of_prompts_and_choices() -> None:
     assert (first.logprobs, first.text, first.finish_reason) == ((-5.7, -5.7, -5.7), "EQ", "stop")
 
 
-def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
+def test_request_has_the_fields_that_the_loss_needs() -> None:
     with serving(openai()) as server, sampler() as ours:
         ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=1)
         ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=2)
@@ -96,7 +96,7 @@ def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
         assert (request["presence_penalty"], request["frequency_penalty"]) == (0.0, 0.0)
 
 
-def test_a_patched_vllm_is_asked_by_bridges_own_route() -> None:
+def test_patched_vllm_gets_requests_on_bridges_route() -> None:
     with serving(openai(is_bridge=True)) as server:
         groups = sampled(Endpoint(url=server.url), num_samples=3)
     assert [len(group) for group in groups] == [3, 3, 3]
@@ -138,7 +138,7 @@ def test_a_stop_that_is_a_special_token_is_sent_as_its_id(is_bridge: bool) -> No
     assert (agent["stop"], agent["stop_token_ids"]) == (["x"], [316, 316, 1])
 
 
-def test_a_server_of_the_protocol_alone_gets_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_openai_server_gets_stop_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_server, "PROTOCOL", openai_server.PROTOCOL | {"stop"})
     vocabulary = replace(BASE, ids_of=lambda text: (ord(text),))
     answers = openai_server.plain(chr)
@@ -246,7 +246,7 @@ def test_a_server_without_token_ids_is_a_usage_error(changes: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("keep", [0, 2, 4])
-def test_another_number_of_completions_is_reported(keep: int) -> None:
+def test_wrong_number_of_completions_is_reported(keep: int) -> None:
     def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         extra = {**document["choices"][0], "index": 3}
         return {**document, "choices": [*document["choices"], extra][:keep]}
@@ -254,7 +254,7 @@ def test_another_number_of_completions_is_reported(keep: int) -> None:
     assert f"requested 3 completions, got {keep}" in error_of(openai(bend)).message
 
 
-def test_a_completion_of_no_tokens_is_one() -> None:
+def test_completion_without_tokens_is_accepted() -> None:
     with serving(bent_choice(token_ids=[], logprobs={"token_logprobs": []}, text="", finish_reason="abort")) as server:
         groups = sampled(Endpoint(url=server.url))
     assert groups[0][1].token_ids == ()
@@ -401,7 +401,7 @@ def test_a_version_known_to_the_caller_overrides_the_servers() -> None:
     assert groups[0][0].versions == (0, 0, 0)
 
 
-def test_another_model_of_the_server_is_asked_for_by_its_name() -> None:
+def test_endpoint_can_name_a_second_model_of_its_server() -> None:
     with serving(openai()) as server:
         sampled(Endpoint(url=server.url, model="adapter"))
     assert {request.body["model"] for request in server.requests[1:]} == {"adapter"}
@@ -458,7 +458,7 @@ def test_time_limit_scales_with_completion_length(longest: int | None, limit_s: 
     assert SamplingConfig(max_new_tokens=longest, request_timeout_s=30).answer_limit_s == limit_s
 
 
-def test_images_are_sent_once_and_to_bridge_alone() -> None:
+def test_images_are_sent_once_and_only_to_patched_servers() -> None:
     array = Array(name="pixel_values", dtype="float32", shape=(1, 1), content=bytes(4))
     images = Images.of((array,), starts=(0,), grids=((1, 1, 1),))
     bodies = list[dict[str, Any]]()

@@ -40,7 +40,7 @@ class Fake:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_group_is_trained_on_late_twice_or_never(seed: int) -> None:
+def test_every_group_is_trained_on_once_and_in_time(seed: int) -> None:
     chance = random.Random(seed)
     count, max_staleness = chance.randint(1, 5), chance.randint(0, 4)
     at_once = chance.randint(count, count * (max_staleness + 1))
@@ -178,7 +178,7 @@ def test_a_streams_first_step_waits_for_its_first_groups(model: Path) -> None:
         assert numbers(ours.groups(1, 2)) == [0, 1], "taken as they finish, it would be the shortest ones"
 
 
-def test_requests_are_on_their_way_while_a_step_is_computed(model: Path) -> None:
+def test_requests_are_in_flight_while_a_step_is_computed(model: Path) -> None:
     with streaming(model, lambda document, _: document, max_staleness=3) as ours:
         ours.groups(1, 2)
         deadline = time.monotonic() + PATIENCE_S

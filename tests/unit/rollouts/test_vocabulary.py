@@ -36,7 +36,7 @@ def test_every_token_is_found_by_its_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "ids"), [(" a", (0,)), ("a", (3,)), ("\ufffd", (1, 2)), ("b", ()), ("", ())])
-def test_a_text_may_stand_for_one_token_several_or_none(text: str, ids: tuple[int, ...]) -> None:
+def test_text_can_match_one_several_or_no_tokens(text: str, ids: tuple[int, ...]) -> None:
     assert ids_by_text(Counting())(text) == ids
 
 

@@ -159,13 +159,13 @@ def line(name: str, number: int = 0) -> str:
     return f"scores_sample.py line {getattr(Sample, name).__code__.co_firstlineno + number}"
 
 
-def test_a_process_that_came_to_harm_is_replaced(tmp_path: Path) -> None:
+def test_failed_worker_process_is_replaced(tmp_path: Path) -> None:
     with scoring(tmp_path, timeout_s=2) as ours:
         assert ours.rewards("dies", "good", "spins", "fine") == [None, 4, None, 4]
         assert len(ours.processes) == 3
 
 
-def test_what_a_score_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_started_by_a_score_end_with_it(tmp_path: Path) -> None:
     with scoring(tmp_path, timeout_s=2) as ours:
         assert ours.fault("starts_another").kind == "Sample.score took longer than 2 s"
         assert len(ours.processes) == 2
@@ -201,7 +201,7 @@ LATE = "Sample.score took longer than 2 s"
         ("ends_by_a_nameless_signal", f"Sample.score was killed by signal {signal.SIGRTMIN + 5}"),
     ],
 )
-def test_harm_to_a_process_never_changes_the_next_rewards(
+def test_failed_worker_never_changes_later_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str, kind: str | None
 ) -> None:
     monkeypatch.setattr(worker_handle, "GRACE_S", 0.5)
@@ -274,18 +274,18 @@ def test_an_interrupt_while_scoring_leaves_no_answer_behind(tmp_path: Path) -> N
         assert ours.rewards("another", "good") == [7, 4]
 
 
-def test_an_interrupt_is_not_for_the_processes(tmp_path: Path) -> None:
+def test_workers_ignore_an_interrupt(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
         assert ours.rewards("interrupts_itself") == [1]
 
 
-def test_what_a_score_prints_is_for_people(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_score_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with scoring(tmp_path) as ours:
         assert ours.rewards("prints") == [1]
         assert capfd.readouterr() == ("", "a word of the score\n")
 
 
-def test_the_processes_import_nothing_heavy_for_us(tmp_path: Path) -> None:
+def test_workers_import_no_heavy_modules(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
         modules = ("torch", "transformers", "pydantic", "httpx", "asyncio")
         assert ours.rewards("knows sys", *(f"knows {module}" for module in modules)) == [1, 0, 0, 0, 0, 0]
@@ -321,7 +321,7 @@ def test_a_recipe_that_ends_its_process_says_how() -> None:
     assert "--reward-processes 0" in error.hint
 
 
-def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path) -> None:
+def test_unpicklable_recipe_or_problem_is_refused(tmp_path: Path) -> None:
     here: Any = lambda: None  # noqa: E731  what pickle refuses
     error = refused(here)
     assert "cannot be sent to another process: " in error.message

@@ -48,7 +48,7 @@ def of_file(path: Path, source: str) -> Any:
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1), np.array(1.0)])
-def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
+def test_every_kind_of_number_becomes_a_float(value: Any) -> None:
     score = scored(scoring(value))
     assert isinstance(score, Score)
     assert type(score.reward) is float
@@ -62,7 +62,7 @@ def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
         (1.0, {}),
     ],
 )
-def test_whatever_is_no_finite_number_is_a_fault(value: Any) -> None:
+def test_anything_but_a_finite_number_is_a_failed_score(value: Any) -> None:
     failed = fault(scoring(value))
     assert failed.kind == "Task.score returned something other than a finite number"
     assert failed.line.startswith("Task.score returned ")
@@ -85,7 +85,7 @@ def test_the_line_is_the_users_own_even_when_a_library_raised(tmp_path: Path) ->
     assert fault(task).kind == "Task.score raised JSONDecodeError (task.py line 4)"
 
 
-def test_text_that_is_no_python_is_a_fault_of_the_line_that_ran_it(tmp_path: Path) -> None:
+def test_invalid_python_is_blamed_on_the_line_that_ran_it(tmp_path: Path) -> None:
     task = of_file(tmp_path / "task.py", TASK + "eval(completion)\n")
     assert fault(task, "2 +").kind == "Task.score raised SyntaxError (task.py line 4)"
     task = of_file(tmp_path / "task.py", TASK + "compile('x = 1\\n2 +', 'helper.py', 'exec')\n")
@@ -117,7 +117,7 @@ def test_an_unprintable_exception_is_a_fault_too() -> None:
     assert fault(scoring(SystemExit(3))).line.startswith("Task.score raised SystemExit: 3 (")
 
 
-def test_an_interrupt_is_no_fault_of_the_score() -> None:
+def test_interrupt_is_not_a_failed_score() -> None:
     with pytest.raises(KeyboardInterrupt):
         scored(scoring(KeyboardInterrupt()))
 
@@ -203,12 +203,12 @@ def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: Answer) -> None:
         '[1, "FailedScore", {"kind": "k", "line": 3, "is_raised": false}]',
     ],
 )
-def test_what_is_no_answer_of_a_worker_is_refused(text: str) -> None:
+def test_invalid_answer_from_a_worker_is_refused(text: str) -> None:
     with pytest.raises(BadAnswerError):
         read(text.encode())
 
 
-def test_each_kind_of_fault_is_told_once_with_its_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_kind_of_failure_is_logged_once_with_its_count(caplog: pytest.LogCaptureFixture) -> None:
     known: set[str] = set()
     batch = FailedScores("step 1", num_completions=8, max_share=1)
     batch.add([FailedScore(kind="a", line="a, on 1"), Score(reward=1.0), FailedScore(kind="b", line="b, on 2")])
@@ -243,7 +243,7 @@ def test_too_many_faults_end_the_run_and_name_the_commonest() -> None:
     [(0.0, 0, 0), (0.5, 0, 4), (0.25, 36, 9)],
     ids=["none", "half of a batch", "a quarter of what was scored, groups of later batches among it"],
 )
-def test_no_more_than_the_share_may_fail(share: float, num_scored: int, num_allowed: int) -> None:
+def test_failures_above_the_allowed_share_end_the_run(share: float, num_scored: int, num_allowed: int) -> None:
     batch = FailedScores("step 1", num_completions=8, max_share=share)
     batch.add([Score(reward=1.0, parts={})] * (num_scored - num_allowed))
     batch.add([FailedScore(kind="a", line="a")] * num_allowed)
@@ -251,5 +251,5 @@ def test_no_more_than_the_share_may_fail(share: float, num_scored: int, num_allo
         batch.add([FailedScore(kind="a", line="a")])
 
 
-def test_all_may_fail_if_the_share_is_all() -> None:
+def test_all_scores_may_fail_with_a_share_of_one() -> None:
     FailedScores("step 1", num_completions=8, max_share=1.0).add([FailedScore(kind="a", line="a")] * 8)
