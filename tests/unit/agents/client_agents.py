@@ -1,4 +1,4 @@
-"""Agents of other packages, written as their documentation has it, for the base URL of a run."""
+"""Agents from other packages, written as in their documentation, that use the base URL of a run."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Problems:
 
 
 class Smolagents(Problems):
-    """Runs an agent of smolagents with one tool of its own."""
+    """Runs a smolagents agent with one custom tool."""
 
     kind: str
 
@@ -57,7 +57,7 @@ class SmolTool(Smolagents):
 
 
 class AgentsSdk(Problems):
-    """Runs an agent of the OpenAI Agents SDK, which sends `/v1/responses` unless it is configured otherwise."""
+    """Runs an agent of the OpenAI Agents SDK, which uses `/v1/responses` by default."""
 
     is_streamed = False
 
@@ -73,7 +73,7 @@ class AgentsSdk(Problems):
             """
             return str(problem["start"] + len(text))
 
-        client = AsyncOpenAI(base_url=base_url, api_key="any")  # the SDK's own is shared by all event loops
+        client = AsyncOpenAI(base_url=base_url, api_key="any")  # the SDK's default client is shared by all event loops
         provider = agents.OpenAIProvider(openai_client=client)
         config = agents.RunConfig(model_provider=provider, tracing_disabled=True)
         agent = agents.Agent(name="Adder", instructions="Use your tool.", tools=[add], model="any")
@@ -94,7 +94,7 @@ class AgentsSdkStreamed(AgentsSdk):
 
 
 class Replayed:
-    """Sends what each of the others sent in one run, as it was recorded in `client_requests.json`."""
+    """Replays the requests that each of the other agents sent in one run, from `client_requests.json`."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for client, requests in json.loads(REQUESTS.read_text()).items():
@@ -118,7 +118,7 @@ def events_of_a_stream() -> TypeAdapter[ResponseStreamEvent]:
 
 
 def check_stream(text: str) -> None:
-    """Check that the events of a response are those of the protocol, and that their pieces are its output."""
+    """Check that a response's events follow the protocol, and that their pieces add up to its output."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     events = [events_of_a_stream().validate_json(line) for line in lines]
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -1,4 +1,4 @@
-"""Texts that a model, an agent or a reward may produce, and requests that hold them; the same for the same seed."""
+"""Hostile texts that a model, an agent or a reward may produce, and requests with such texts; seeded."""
 
 import json
 import math
@@ -96,7 +96,7 @@ def _turn(call: dict[str, Any], **function: str) -> dict[str, Any]:
 
 
 class Judge:
-    """Raises, or returns, what a text decides."""
+    """Raises an exception or returns a value, depending on a text."""
 
     def score(self, problem: Problem, completion: str) -> Any:
         kind = len(completion) % 6

@@ -301,7 +301,7 @@ def test_runs_in_this_process_are_concurrent(tmp_path: Path) -> None:
 
 
 def shares(ranks: Ranks, folder: Path) -> Any:
-    """Return what a rank got of two steps and an evaluation, its own turns, and its worker processes."""
+    """Return a rank's groups of two steps and an evaluation, its own turns, and its worker processes."""
     own = folder / str(ranks.rank)
     own.mkdir()
     choices: dict[str, Any] = {"gpus": 4, "batch_size": 8, "group_size": 2, "max_new_tokens": 4000, "eval_samples": 2}

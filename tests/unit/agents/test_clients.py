@@ -53,7 +53,7 @@ def trimmed(value: Any) -> Any:
 
 
 def requests_of(sent: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the requests of the first of several runs."""
+    """Return only the requests of the first run."""
     return [request for request in sent if request["run"] == sent[0]["run"]]
 
 

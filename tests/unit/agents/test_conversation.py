@@ -1,4 +1,4 @@
-"""What stands between two turns, for the chat templates of real models, and which templates are refused."""
+"""The tokens between two turns, for the chat templates of real models, and which templates are refused."""
 
 import json
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_a_message_of_an_agent_that_is_dropped_is_refused(tmp_path: Path, name: 
     if name == "phi3":
         with pytest.raises(UsageError, match=words):
             ours.tokens_following([user, turn], [message, user], 5)
-    else:  # its earlier turns change: the next sequence begins with a prompt
+    else:  # this template changes earlier turns: the next sequence begins with a new prompt
         assert ours.tokens_following([user, turn], [message, user], 5) is None
 
 

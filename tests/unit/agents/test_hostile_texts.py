@@ -1,4 +1,4 @@
-"""No text of a model, an agent or a reward ends a run: ten thousand of them, through everything that takes such texts.
+"""No text from a model, an agent or a reward ends a run: ten thousand texts, through every function that takes them.
 
 Not covered: code that harms its process (`test_agent_runs.py`, `test_trajectories.py`,
 `tests/unit/scoring/test_processes.py`).
@@ -60,7 +60,7 @@ def texts() -> list[str]:
 
 
 class Defects:
-    """The exceptions that got out, by where and what they were."""
+    """The exceptions that escaped, by location and kind."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -180,7 +180,7 @@ def test_hostile_text_is_logged_without_control_characters(
 
 
 class Posting(Trajectory):
-    """Sends requests with hostile texts, each answered by one, and then an ordinary request."""
+    """Sends requests with hostile texts, each answered with a hostile text, and then an ordinary request."""
 
     def __init__(self, texts: list[str], defects: Defects) -> None:
         self._texts, self._defects, self._draw = texts, defects, random.Random(1)

@@ -1,4 +1,4 @@
-"""What the recorder refuses, and what it costs the trainer: bodies, silent connections, and paths of no run."""
+"""What the recorder refuses, and what it costs the trainer: bodies, silent connections, and unknown paths."""
 
 import asyncio
 import gc
@@ -45,7 +45,7 @@ def with_a_run(act: Callable[[int, str], Awaitable[Any]]) -> Any:
 
 
 async def exchanged(port: int, path: str, body: bytes, *, length: int | None = None) -> tuple[int, dict[str, str], Any]:
-    """Post `body` and nothing more; return the status, the headers and the document of the answer."""
+    """Post only `body`; return the status, the headers and the JSON document of the response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     size = len(body) if length is None else length
     writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode() + body)
@@ -60,7 +60,7 @@ async def exchanged(port: int, path: str, body: bytes, *, length: int | None = N
 
 
 async def asked(port: int, path: str, kept: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """Return a connection on which a request was answered; `kept`: one that was before."""
+    """Return a connection on which a request was answered; `kept` is an existing connection to reuse."""
     reader, writer = kept or await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"POST {path}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{{}}".encode())
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -190,7 +190,7 @@ def test_invalid_json_body_is_a_client_error(body: bytes) -> None:
 
 @pytest.mark.parametrize(("route", "field"), [("chat/completions", "model"), ("responses", "metadata")])
 def test_deeply_nested_field_gets_an_error_response(route: str, field: str) -> None:
-    """The answer repeats it a few levels deeper, and both are limited by what JSON can be read and written."""
+    """The response repeats the field a few levels deeper; JSON's reader and writer limit the depth of both."""
 
     async def statuses(port: int, path: str) -> set[int]:
         statuses = set[int]()

@@ -1,4 +1,4 @@
-"""The first problems are tried before anything starts: prompts that cannot be encoded, scores that always fail."""
+"""A rehearsal before a run starts finds prompts that cannot be encoded, and scores that always fail."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Task:
-    """Endless problems, scored by a function."""
+    """An endless environment, scored by a function."""
 
     function: Callable[[str], float] = float
     prompt: Any = "3+4="

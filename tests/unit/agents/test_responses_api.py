@@ -1,4 +1,4 @@
-"""The Responses API of OpenAI as requests for chat completions, and their answers as responses."""
+"""OpenAI's Responses API, translated to chat-completion requests, and their results to responses."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Trajectories with tools from a fake server: the very tokens that it sampled, and tools that harm theirs alone."""
+"""Trajectories with tools and a fake server: the exact sampled tokens are kept, and failing tools stay isolated."""
 
 import base64
 import json
@@ -68,7 +68,7 @@ class Rolled:
 
 
 def scattered(tokenizer: PreTrainedTokenizerBase, text: str, chance: random.Random) -> list[int]:
-    """Return tokens of a text that no tokenizer would choose: most words are cut anywhere."""
+    """Return tokens of a text that no tokenizer would choose: most words are split at random."""
     ids: list[int] = []
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         piece = tokenizer.decode([token])
@@ -142,7 +142,7 @@ def spoken(
 
 
 def calls(form: str, *names: str, text: str = "abc") -> Say:
-    """Call a tool in each turn, `misbehave` with what it shall do, then say that it is done."""
+    """Call a tool in each turn, `misbehave` with the chosen failure, then finish."""
 
     def say(_: int, turn: int) -> str:
         if turn == len(names):
@@ -470,7 +470,7 @@ def test_tool_that_hangs_or_dies_costs_only_its_trajectory(
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process has not ended with all of its threads."""
+    """Return whether any thread of a process is still running."""
     with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
@@ -494,7 +494,7 @@ def test_a_process_that_ends_between_two_calls_is_reported(tmp_path: Path) -> No
 
 
 def test_slow_tool_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tool of a group that begins with the second step waits until two steps have been made of others."""
+    """The tool of a group that starts with the second step waits until two steps have trained on other groups."""
     gate = tmp_path / "gate"
     monkeypatch.setenv(tools_sample.GATE, str(gate))
     slow = next(islice(endless(tools_sample.Bench(), 0), 3, None))["start"]  # type: ignore[arg-type, typeddict-item]
@@ -523,7 +523,7 @@ def test_arguments_of_any_depth_can_be_pickled_and_written(tmp_path: Path) -> No
 
 
 class _Rejecting:
-    """A server that rejects what is longer than it takes."""
+    """A server that rejects requests that are too long."""
 
     LONGEST = 2048
 

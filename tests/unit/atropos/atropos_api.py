@@ -18,7 +18,7 @@ MODELS = {"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_mod
 
 
 def scored(*sequences: tuple[tuple[int, ...], int], **given: Any) -> dict[str, Any]:
-    """Return a group of sequences, each given as its tokens and the length of its prompt."""
+    """Return a group of sequences, each given by its tokens and the length of its prompt."""
     tokens = [list(tokens) for tokens, _ in sequences]
     masks = [[-100] * start + list(tokens[start:]) for tokens, start in sequences]
     logprobs = [[1.0 if token == -100 else -0.5 for token in mask] for mask in masks]
@@ -34,7 +34,7 @@ def pair(**given: Any) -> dict[str, Any]:
 
 @dataclass
 class FakeApi:
-    """The API, and the server that environments sample from."""
+    """The fake API, and the server that environments sample from."""
 
     settings: dict[str, Any] | None = None
     """What a trainer registered."""
@@ -82,7 +82,7 @@ class FakeApi:
 
     def _batch(self, _: HttpRequest) -> Answer:
         if self.settings is None and self.was_reset:
-            return LOST  # the real one looks for its queue, which is gone
+            return LOST  # the real API looks for its queue, which no longer exists
         if self.settings is None:
             return as_json({"status": "error", "message": "Trainer not registered.", "batch": []})
         batch = self.batches.pop() if self.batches else None

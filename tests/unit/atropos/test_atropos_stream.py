@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Run:
-    """A stream whose batches are taken, and its log."""
+    """A stream under test, and its log."""
 
     stream: AtroposStream
     server: HttpServer

@@ -192,7 +192,7 @@ def test_group_marks_sampled_tokens(model: Path) -> None:
 
 
 def test_no_two_groups_or_environments_share_seeds(model: Path) -> None:
-    """Environment 3 with `--seed 1` once started where environment 4 with `--seed 0` does."""
+    """Regression: environment 3 with `--seed 1` must not use the seeds of environment 4 with `--seed 0`."""
     seeds = [body["seed"] for body in Fed(model, FakeApi(num_steps=4), seed=1).requests]
     assert len({seed + index for seed in seeds for index in range(GROUP)}) == GROUP * len(seeds)
     assert min(seeds) // CALL_SEEDS > 1_000 * feeder.SEEDS
@@ -207,7 +207,7 @@ def test_queue_is_filled_and_no_further(model: Path, max_queued_batches: float, 
     def bounded(request: HttpRequest) -> Answer | None:
         nonlocal looks
         looks += request.path == "/status-env" and len(api.queue) >= most
-        if looks > 20:  # long enough for one too many to arrive
+        if looks > 20:  # long enough for a superfluous group to arrive
             api.step = 100
         return FakeApi.__call__(api, request)
 

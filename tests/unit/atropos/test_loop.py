@@ -25,7 +25,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 def batch() -> list[dict[str, Any]]:
-    """Eight groups of two, among them a tool's answer, an override, unknown log-probabilities and a missing score."""
+    """Eight groups of two, among them a tool result, an override, unknown log-probabilities and a missing score."""
     tool = scored(((1, 5, 6, 7, 8), 1), ((1, 9), 1), masks=[[-100, 5, -100, -100, 8], [-100, 9]])
     return [
         *[pair() for _ in range(4)],

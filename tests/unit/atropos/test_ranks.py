@@ -1,4 +1,4 @@
-"""Batches of an Atropos API on several ranks: the first one talks to it, and each looks after its own server."""
+"""Batches of an Atropos API on several ranks: the first one talks to the API, and each rank checks its own server."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def taken(ranks: Ranks, model: Path) -> tuple[list[list[Group]], list[str], list[str], str]:
-    """Take two steps; return their groups, what was asked here, what was said, and the address of this rank's server.
+    """Take two steps; return their groups, this rank's requests, its log, and the address of its server.
 
     The second batch comes late.
     """
@@ -49,7 +49,7 @@ def test_all_ranks_get_the_first_ranks_batches(model: Path, num_parts: int) -> N
 
 
 def outlived(ranks: Ranks, model: Path) -> tuple[list[Group], float]:
-    """Lose the second rank's server while a batch comes; return the groups after it was started again."""
+    """Lose the second rank's server while a batch arrives; return the groups after the server's restart."""
     api, time = FakeApi(), FakeTime()
     time.happening = {7.0: lambda: api.batches.append([pair()])}
     api.health = Answer("", 503 if ranks.rank == 1 else 200)

@@ -1,4 +1,4 @@
-"""From an environment's groups to training data: prompts, masks, log-probabilities, advantages, and every fault."""
+"""Convert an environment's groups to training data: prompts, masks, log-probabilities, advantages, and every fault."""
 
 import math
 from typing import Any

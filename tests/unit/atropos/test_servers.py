@@ -1,4 +1,4 @@
-"""Where environments of atroposlib look for servers: what docs/atropos.md and the trainer's hint rest on."""
+"""Where atroposlib's environments look for servers, as docs/atropos.md and the trainer's hint claim."""
 
 from pathlib import Path
 from typing import Any

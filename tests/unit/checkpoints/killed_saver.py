@@ -38,7 +38,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def save_for_ever(folder: Path, first: int) -> None:
-    """Save one step after another, each twice, and keep the last two."""
+    """Save consecutive steps, each twice, and keep the last two."""
     kept = [path for _, path in sorted(checkpoint.numbered(folder, "step_").items())]
     for step in range(first, 10_000):
         save(folder, step)
@@ -68,7 +68,7 @@ def fault(folder: Path) -> str | None:
 
 
 def left_behind(folder: Path) -> dict[str, object]:
-    """Return what a kill left behind."""
+    """Return the files that a kill left behind."""
     newest, passed_over = checkpoint.newest(folder, "step_")
     faults = [*passed_over, *(fault(path) for path in folder.glob("step_*"))]
     names = sorted(path.name for path in folder.iterdir())

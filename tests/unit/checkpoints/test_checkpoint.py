@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, however the process ends; every byte is checked; the newest whole one is found."""
+"""Checkpoints are complete or absent, however the process ends; every byte is checked; the newest one is found."""
 
 import json
 import os

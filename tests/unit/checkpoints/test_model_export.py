@@ -1,4 +1,4 @@
-"""A checkpoint becomes a plain model folder: adapters are merged by hand-computed numbers, other weights are copied."""
+"""Export to a model folder: merged adapters match hand-computed numbers, full models are copied."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def adapter(folder: Path, base: str, *, module: str = MODULE) -> Path:
 
 
 def full(folder: Path, base: Path) -> Path:
-    """Write a checkpoint of a whole model, with the state of an optimizer."""
+    """Write a checkpoint of a full model with an optimizer state."""
 
     def write(scratch: Path) -> None:
         for path in base.iterdir():
@@ -193,7 +193,7 @@ def test_different_base_can_be_named(base: Path, tmp_path: Path) -> None:
 
 
 def saved_by_peft(folder: Path, settings: peft.PeftConfig, *, size: float = 0.15, **model: Any) -> tuple[Path, Path]:
-    """Write an untied base, and an adapter with random numbers of that size as PEFT saves it."""
+    """Write an untied base model, and an adapter with random weights of that scale, saved by PEFT."""
     base = tiny.write(LlamaConfig(**tiny.llama().to_dict() | {"tie_word_embeddings": False} | model), folder / "base")
     torch.manual_seed(1)
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), settings)
@@ -260,7 +260,7 @@ def test_an_adapter_that_changes_nothing_is_reported(
 
 
 def test_rounding_loss_is_measured(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against sums over the files themselves, in float64."""
+    """The reference is computed from the files, in float64."""
     small, source = saved_by_peft(tmp_path, lora(target_modules=["q_proj", "down_proj"]), size=2e-3)
     out = tmp_path / "out"
     assert answer(["export", str(source), "--out", str(out), "--json"]) == 0
@@ -343,7 +343,7 @@ def test_a_quantized_base_is_refused_by_name(base: Path, tmp_path: Path) -> None
 
 
 class FakeHub:
-    """Records what is sent to the hub."""
+    """Records uploads to the hub."""
 
     def __init__(self, calls: list[Any], fault: Exception | None = None) -> None:
         self.calls, self.fault = calls, fault

@@ -1,4 +1,4 @@
-"""The optimizer's state by name: kept in its own dtypes, in bounded files, loaded whole or not at all."""
+"""The optimizer's state is saved by name, in its own dtypes and bounded files, and loaded completely or not at all."""
 
 import base64
 import json
@@ -325,7 +325,7 @@ def test_an_odd_record_is_refused_in_one_line(case: str, written: Path) -> None:
 
 
 class Runs:
-    """Would touch a file if it were unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Agents: how they are loaded and rehearsed, what each misuse ends in, and what their requests may hold."""
+"""Agents: loading, rehearsal, the error for each misuse, and the supported fields of their requests."""
 
 import json
 from pathlib import Path

@@ -135,7 +135,7 @@ def test_other_file_types_are_refused_with_an_explanation(write: Write) -> None:
 
 @pytest.fixture
 def hub_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let the hub be at another address."""
+    """Redirect the hub to a different address."""
     path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
 
     def move(url: str) -> None:
@@ -496,7 +496,7 @@ def test_places_that_do_not_fit_the_images_are_reported_row_by_row(write: Write,
 
 
 def test_word_problems_with_images_are_refused(write: Write, tmp_path: Path) -> None:
-    """They would be trained on blindly: the format reads a question and an answer alone."""
+    """The format reads only a question and an answer, so images would be ignored silently."""
     picture(tmp_path, "a.png")
     data = write({"question": "how many?", "answer": "two #### 2", "images": ["a.png"]})
     assert "line 1 has images, which only --environment jsonl reads" in refusal("gsm8k", data=str(data)).message

@@ -1,4 +1,4 @@
-"""Files of problems: the same rows in every format, at every path, as they are now, and what is wrong with one."""
+"""Problem files: the same rows from every format and path, without caching, and the errors for bad files."""
 
 import json
 import os
@@ -241,7 +241,7 @@ def test_a_bad_row_of_several_files_is_named_by_its_file(tmp_path: Path) -> None
     )
 
 
-# What is wrong
+# Errors
 
 
 LONG = "1" + "0" * 4999

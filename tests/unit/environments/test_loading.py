@@ -255,7 +255,7 @@ def test_a_later_problem_without_its_answer_is_named(write: Write) -> None:
 
 
 def test_images_of_a_class_are_opened_only_at_the_start(tmp_path: Path) -> None:
-    """One that is gone later costs its group: it is refused when its prompt is encoded."""
+    """An image that disappears later costs its group: it is refused when its prompt is encoded."""
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "task.py").write_text(
         "class Task:\n    def __iter__(self):\n"

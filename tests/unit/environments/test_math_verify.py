@@ -1,4 +1,4 @@
-r"""The reward `math` beside math-verify: its verdict with its defaults, but for the exceptions that are named."""
+r"""The reward `math` agrees with math-verify's default verdict, except in the listed cases."""
 
 import pytest
 from math_verify import parse, verify
@@ -303,7 +303,7 @@ def pairs(table: str) -> list[tuple[str, str]]:
 
 
 def verdicts(answer: str, given: str) -> tuple[bool, bool]:
-    """Return the verdict of math-verify itself, and that of the reward."""
+    """Return math-verify's own verdict, and the reward's."""
     completion = rf"So it is \boxed{{{given}}}."
     theirs = verify(parse(f"${answer}$"), parse(completion))
     return theirs, rewards.is_right(answer, completion)

@@ -1,4 +1,4 @@
-"""Classes with tools: how they are loaded and rehearsed, and what each misuse ends in."""
+"""Classes with tools: loading, rehearsal, and the error for each misuse."""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
 """Stands in for `bridge_environments/verifiers_program.py`: it speaks the same protocol, and can be made to fail.
 
-Its environments are named after what they do.
+Its environments are named after their behavior.
 """
 
 import contextlib

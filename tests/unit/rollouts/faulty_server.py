@@ -1,4 +1,4 @@
-"""A real HTTP server in a thread that can fail at any point of an answer, and that sees when a client gives up."""
+"""A real HTTP server in a thread that can fail at any point of a response, and detects when a client gives up."""
 
 import json
 import socket
@@ -14,14 +14,14 @@ from tests.unit.http_server import Answer, HttpRequest
 
 @dataclass(frozen=True)
 class Cut:
-    """The connection ends in the middle of this answer."""
+    """The connection closes in the middle of this response."""
 
     answer: Answer
 
 
 @dataclass(frozen=True)
 class Hang:
-    """No answer comes."""
+    """The server never responds."""
 
 
 Script = Callable[[HttpRequest], Answer | Cut | Hang | None]

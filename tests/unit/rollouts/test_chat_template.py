@@ -1,4 +1,4 @@
-"""Every message of a prompt comes out of the chat template, a text begins once, and columns reach the template."""
+"""Chat templates render every message of a prompt, texts get one BOS token, and columns reach the template."""
 
 import json
 from pathlib import Path

@@ -48,7 +48,7 @@ IN_TIME = 2
 
 
 class Processor:
-    """Patches of 4 x 4 pixels, twice in time, of which 2 x 2 are a token."""
+    """Patches of 4 x 4 pixels and 2 frames; a token is 2 x 2 patches."""
 
     image_token = IMAGE
     chat_template: str | None = None
@@ -290,7 +290,7 @@ def test_different_images_have_different_digests(model: Path, tmp_path: Path) ->
 
 
 def test_no_more_pixels_are_held_than_requests_may_be_in_flight() -> None:
-    """An evaluation begins with all of its problems at once."""
+    """An evaluation starts all of its problems at once."""
     held = most_held = 0
     shown = Images.of((), starts=(), grids=())
 

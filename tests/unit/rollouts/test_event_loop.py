@@ -1,4 +1,4 @@
-"""The loop of the rollouts: an interrupt at any moment ends the call that waits, and leaves the loop usable."""
+"""The event loop of rollouts: an interrupt at any moment ends the waiting call, and leaves the loop usable."""
 
 import asyncio
 import itertools
@@ -104,7 +104,7 @@ class Presses:
         return self._step
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # before the loop has heard of it
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # before the coroutine reaches the loop
 @pytest.mark.timeout(60)
 def test_an_interrupt_at_any_moment_of_the_first_call_is_raised() -> None:
     for number in itertools.count():
@@ -141,7 +141,7 @@ def test_interrupt_during_close_still_closes_everything() -> None:
         async def start() -> "asyncio.Task[None]":
             task = asyncio.create_task(wait())
             await asyncio.sleep(0)
-            return task  # else nobody holds it
+            return task  # otherwise nothing references it
 
         task = loop.run(start())
         try:

@@ -1,4 +1,4 @@
-"""Servers that fail, hang, lie or die: every prompt gets its own answer, once, or one line gives the reason."""
+"""Servers that fail, hang, lie or die: every prompt gets exactly one response, or a one-line error gives the reason."""
 
 import asyncio
 import gc
@@ -397,7 +397,7 @@ def test_a_slow_caller_holds_up_no_request() -> None:
 
 @contextmanager
 def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer]:
-    """Answer nothing, and call `act` once `num_requests` hang."""
+    """Never respond, and call `act` once `num_requests` requests hang."""
 
     def script(request: HttpRequest) -> Reaction:
         if request.method == "GET":
@@ -695,7 +695,7 @@ def test_dropped_group_is_freed() -> None:
     async def take(_: int, group: tuple[Completion, ...]) -> None:
         taken.extend(map(weakref.ref, group))
         alive = sum(completion() is not None for completion in taken)
-        assert alive <= 2 * NUM_SAMPLES  # this group, and the previous one while this one is handed over
+        assert alive <= 2 * NUM_SAMPLES  # this group, and the previous one while this one is being returned
 
     gc.disable()  # whatever a reference cycle held would also stay alive for a while in a run
     try:

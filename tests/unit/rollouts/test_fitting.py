@@ -1,4 +1,4 @@
-"""The length of a completion that follows from the server's longest sequence."""
+"""The maximum length of completions, derived from the server's longest sequence."""
 
 from typing import Any
 

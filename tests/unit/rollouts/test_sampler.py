@@ -364,7 +364,7 @@ def cut(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_experts_are_requested_of_a_server_that_reports_them() -> None:
-    """Of all tokens but the last, in two layers with two experts each."""
+    """Return the experts of all tokens except the last, in two layers with two experts each."""
 
     def rows(body: dict[str, Any]) -> Any:
         return np.arange(4 * (len(body["prompt"]) + 3 - 1), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""A stream with staleness: what a step takes, what goes on meanwhile, and what becomes of it when a server is lost.
+"""A stream with staleness: which groups a step takes, which continue, and what happens if a server is lost.
 
 Not covered: a stream without staleness (`test_stream.py`), a real server (`tests/cpu/test_staleness.py`).
 """
@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 @dataclass(eq=False)
 class Fake:
-    """A group in flight, as far as the rule looks at it."""
+    """A group in flight with only the fields that the staleness rule reads."""
 
     number: int
     begun: int
@@ -48,7 +48,7 @@ def test_every_group_is_trained_on_once_and_in_time(seed: int) -> None:
     for step in range(1, 120):
         while True:
             room = staleness.room(groups, count, num_steps=max_staleness + 1, most_in_flight=at_once)
-            in_order = not groups or chance.random() < 0.01  # a stream's first groups, or those that begin again
+            in_order = not groups or chance.random() < 0.01  # a stream's first groups, or restarted ones
             for _ in range(max(room, 0)):
                 groups.append(Fake(begun, step, in_order=in_order))
                 begun += 1
@@ -111,7 +111,7 @@ def test_a_streams_first_steps_train_on_groups_of_every_length() -> None:
 
 
 class Gate:
-    """Holds answers back while it is closed: those to some prompts, or all."""
+    """Holds back responses while closed, to some prompts or to all."""
 
     def __init__(self, *problems: int) -> None:
         self._opened, self._problems = threading.Event(), problems
@@ -138,7 +138,7 @@ class Gate:
 
 
 def problem_of(request: HttpRequest) -> int:
-    """Return the number of the problem modulo 3: the prompt of each is a token longer."""
+    """Return the problem's number modulo 3, derived from the prompt's length."""
     return len(request.body["prompt"]) - 3
 
 

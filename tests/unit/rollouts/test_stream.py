@@ -1,4 +1,4 @@
-"""Groups from a fake server, scored here and in worker processes, and what is kept when scores or the server fail."""
+"""Groups from a fake server, scored here and in workers, and what is kept if scoring or the server fails."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Which variables rewards, tools and agents can read in their processes, and how a user learns of those they cannot."""
+"""Which environment variables rewards, tools and agents can read, and how the user learns about hidden ones."""
 
 import asyncio
 from contextlib import closing

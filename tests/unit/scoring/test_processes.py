@@ -1,4 +1,4 @@
-"""Scores in worker processes that hang, crash, or lose their parent: real processes, each checked to be gone."""
+"""Scores in worker processes that hang, crash, or lose their parent; every real process is checked to have exited."""
 
 import asyncio
 import os
@@ -70,7 +70,7 @@ class Scoring:
 
     @property
     def noted(self) -> list[str]:
-        """What was begun, in order."""
+        """The calls that have started, in order."""
         return noted(self.log)
 
     @property
@@ -100,12 +100,12 @@ def scoring(folder: Path, **choices: Any) -> Iterator[Scoring]:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Return those still running; our own must not be zombies either, as we must reap them."""
+    """Return the processes still running; our own children must not even be zombies, because we must reap them."""
     return {pid for pid in pids if psutil.pid_exists(pid) and not _is_nobodys(pid)}
 
 
 def _is_nobodys(pid: int) -> bool:
-    """Return whether a process has ended and waits for init to reap it, since its parent is gone."""
+    """Return whether an orphaned process has exited and waits for init to reap it."""
     try:
         process = psutil.Process(pid)
         return process.status() == psutil.STATUS_ZOMBIE and process.ppid() != os.getpid()

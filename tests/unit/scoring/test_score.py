@@ -1,4 +1,4 @@
-"""What a score may return or do, and what happens to those that fail."""
+"""What a score method may return or do, and what happens to failed scores."""
 
 from decimal import Decimal
 from pathlib import Path
