@@ -11,6 +11,9 @@ INSTALLED := $(VENV)/.installed
 LOG := $(VENV)/setup.log
 # verifiers pins versions of libraries that vLLM uses, too. uv installs what its agents run.
 VERIFIERS := .venv-verifiers
+# The tinker client, whose cookbook pins another transformers than vLLM does.
+TINKER := .venv-tinker
+TINKER_RELEASE := tinker>=0.25,<0.39
 VERIFIERS_RELEASE := verifiers[openenv]~=0.4.0
 TRANSFORMERS4 := .venv-transformers4
 READING_VLLM := 0.26.0
@@ -30,7 +33,7 @@ MANY = -n $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 # The same code draws the same tests, with or without git.
 CODE = $(shell find bridge cli environments patches tests -name '*.py' | LC_ALL=C sort | xargs cat | sha256sum | cut -c 1-12)
 
-.PHONY: help setup verifiers lint type test test-unit test-core test-drawn test-all test-gpu test-verifiers test-foreign several families readers contract soak demo compare bench docs clean
+.PHONY: help setup verifiers tinker lint type test test-unit test-core test-drawn test-all test-gpu test-verifiers test-tinker test-foreign several families readers contract soak demo compare bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +41,8 @@ help: ## List the targets
 setup: $(INSTALLED) ## Make .venv with everything in it (PYTHON=..., EXTRA=cpu|gpu)
 
 verifiers: $(VERIFIERS)/.installed ## Make .venv-verifiers for environments of verifiers and OpenEnv, and install Reasoning Gym
+
+tinker: $(TINKER)/.installed ## Make .venv-tinker with the tinker client
 
 lint: $(INSTALLED) ## ruff's rules and format, and the directions of imports
 	@$(BIN)/ruff check .
@@ -67,6 +72,9 @@ test-gpu: $(INSTALLED) ## The same and more on a GPU
 
 test-verifiers: $(VERIFIERS)/.installed ## Train on environments of verifiers, OpenEnv and Reasoning Gym, on the CPU
 	@$(PYTEST) tests/cpu/test_packages.py
+
+test-tinker: $(TINKER)/.installed ## The tinker client against bridge tinker, without vLLM and with it on the CPU
+	@$(PYTEST) tests/unit/tinker tests/cpu/test_tinker.py
 
 test-foreign: $(INSTALLED) ## Tests of others on Bridge: TRL's (TRL=/path/to/its/repository), and what test-verifiers runs
 	@$(BIN)/python -m tests.foreign "$(TRL)"
@@ -147,6 +155,11 @@ $(INSTALLED): pyproject.toml
 	fi
 	touch $@
 	say "done"
+
+$(TINKER)/.installed: $(INSTALLED)
+	@$(BIN)/python -m venv $$([ -e $@ ] || echo --clear) $(TINKER)
+	$(TINKER)/bin/python -m pip --disable-pip-version-check --no-input install --quiet "$(TINKER_RELEASE)" numpy
+	touch $@
 
 $(VERIFIERS)/.installed: $(INSTALLED)
 	@say() { echo "verifiers: $$*"; }

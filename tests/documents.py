@@ -52,7 +52,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "make demo": tested("tests/cpu/test_demo.py"),
     },
     "docs/architecture.md": {
-        "bridge run         import bridge          for_trl": PICTURE,
+        "bridge run         import bridge        for_trl         bridge tinker": PICTURE,
         "with mode.publish(update) as window:": left_out("a piece of the trainer"),
     },
     "docs/atropos.md": {
@@ -103,6 +103,9 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "# a distribution over tokens as the target": SLOW,
         "# a loop that resumes": SLOW,
         "+import bridge": tested("tests/cpu/test_trl.py"),
+    },
+    "docs/tinker.md": {
+        "pip install 'tinker>=0.25,<0.39'": left_out("a model of the hub; tests/unit/tinker/test_client.py is alike"),
     },
     "docs/looking.md": {
         "jq -r 'select(.step == 40) | .completions | max_by(.reward).text' runs/*/rollouts.jsonl": left_out(

@@ -33,6 +33,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("bridge_cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
     "serve-vllm": ("bridge_cli.serve_vllm:serve", "Start vLLM so that a trainer can share its weights."),
     "train": ("bridge_cli.train:train", "Train a model on a server that is already running, or on several."),
+    "tinker": (
+        "bridge_cli.tinker:tinker",
+        "Answer the tinker client: its scripts train this model, on one copy of the weights.",
+    ),
     "env": ("bridge_cli.env:env", "Feed an Atropos API with rollouts of an environment."),
     "verify": ("bridge_cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
     "restore": ("bridge_cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),

@@ -84,6 +84,18 @@ class Engine:
             choices = [{**one, "prompt_logprobs": [None, *(-1.0 for _ in body.prompt[1:])]} for one in choices]
         return {"choices": choices}
 
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer `POST /generate` as `complete` does, with as many tokens as it asks for."""
+        await asyncio.sleep(0.01)
+        await self._running.wait()
+        tokens, prompt = [50 + index % 9 for index in range(body["max_tokens"])], body["prompt"]["prompt_token_ids"]
+        likely = {str(token): -1.0 for token in range(50, 59)}
+        return {
+            "token_ids": [tokens] * body["n"], "finish_reasons": ["length"] * body["n"],
+            "logprobs": [[[likely] for _ in tokens]] * body["n"],
+            "prompt_logprobs": [None, *({str(token): -1.0, "1": -2.0, "2": -3.0} for token in prompt[1:])],
+        }  # fmt: skip
+
 
 @contextmanager
 def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
@@ -103,7 +115,8 @@ def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
 def app_of(toy: ToyServer) -> FastAPI:
     """Return the patched server's application over `toy`."""
     app, engine = FastAPI(), Engine(toy)
-    app.post(COMPLETIONS)(engine.complete)  # ahead of the route that calls vLLM
+    app.post(COMPLETIONS)(engine.complete)  # ahead of the routes that call vLLM
+    app.post("/generate")(engine.generate)
     app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": toy.manifest.model, "owned_by": "vllm"}]})
     app.get("/health")(lambda: None)
     routes.BridgeRoutes().attach_router(app)

@@ -1,0 +1,515 @@
+"""The state of the API: futures, the order of requests, sessions and sampling clients.
+
+Everything here runs in the event loop of the HTTP server. What computes with the weights is a job for the main thread,
+which takes jobs one by one (`serving.py`). A request's future has a name that depends on its numbers alone, so that a
+request that is sent twice is done once.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import httpx
+
+from bridge.core.http_limits import Refusal
+from bridge.errors import BridgeError, ServerUnreachableError, UsageError
+from bridge.server.client import VllmClient, error_message, open_async_http
+from bridge.server.protocol import InFlight
+from bridge.tinker import wire
+from bridge.tinker.paths import KINDS, SavedPath
+from bridge.tinker.training import Trainer
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 20.0
+"""Longest wait of a poll: the SDK gives up after 45 s."""
+SILENT_S = 45.0
+"""A session without a sign of life for so long is over: the SDK sends a heartbeat every 10 s."""
+MOST_PENDING = 4096
+"""Requests without a result; further ones are answered by 429, which the SDK retries later."""
+MOST_FUTURES = 16_384
+"""Futures that are kept; of those with a result the oldest are forgotten first."""
+MOST_SAMPLES = 1024
+REFUSED_SAMPLING = {
+    "target_prompt_logprobs": "", "prompt_alt_tokens_k": "",
+    "record_stability_info": ": train with loss_fn=importance_sampling, ppo or cispo",
+}  # fmt: skip
+"""Fields of a request to sample that are not supported, and what to do instead."""
+
+Answer = bytes | dict[str, Any]
+Job = Callable[[], None]
+
+
+@dataclass
+class Line:
+    """The requests of one model, in the order of `seq_id`: the SDK sends the first part of a batch last."""
+
+    next: int = 1
+    waiting: dict[int, tuple[Job, "asyncio.Future[Answer]"]] = field(default_factory=dict)
+    """What starts each request whose turn has not come, and its future."""
+
+    def add(self, number: int, start: Job, future: "asyncio.Future[Answer]") -> None:
+        self.waiting[number] = start, future
+        while (first := self.waiting.pop(self.next, None)) is not None:
+            self.next += 1
+            first[0]()
+
+    def end(self, why: str) -> None:
+        """Answer all requests whose turn will not come."""
+        for _, future in self.waiting.values():
+            _settle(future, {"error": why, "category": "user"})
+        self.waiting.clear()
+
+
+@dataclass
+class Session:
+    """A client program."""
+
+    seen: float
+    """When it gave its last sign of life, on the monotonic clock."""
+    models: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class SamplingClient:
+    """What a sampling session samples from."""
+
+    version: int | None
+    """The version of the weights; None: whichever is newest (`inflight`)."""
+    path: str | None = None
+
+
+class Service:
+    """The API's state, and what its calls do."""
+
+    def __init__(self, trainer: Trainer, jobs: "SimpleQueue[Job]") -> None:
+        """Take the trainer, whose calls become `jobs` of the main thread."""
+        self.trainer = trainer
+        self.policy = trainer.policy
+        self._jobs = jobs
+        self._futures: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
+        self._num_pending = 0
+        self._lines: dict[str, Line] = {}
+        self.sessions: dict[str, Session] = {}
+        self.samplers: dict[str, SamplingClient] = {}
+        self._served_paths: dict[str, int] = {}
+        """Path of named sampler weights -> their version."""
+        self._num_snapshots_sampling = 0
+        """Requests in flight of clients that must not see newer weights."""
+        self._sampling: dict[str, asyncio.Task[Answer]] = {}
+        with VllmClient(self.policy.url) as client:
+            self._served_name = client.models()[0].id
+        self._http: httpx.AsyncClient | None = None
+
+    # Futures.
+
+    def _do(self, future: "asyncio.Future[Answer]", work: Callable[[], Answer]) -> None:
+        """Let the main thread do `work`; the future gets the result, or the error."""
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            result: Answer = {"error": "the server is being stopped", "category": "server"}
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001  a request that fails ends no server
+                result = failure(error)
+            finally:
+                loop.call_soon_threadsafe(_settle, future, result)
+
+        self._jobs.put(run)
+
+    def _new(self, name: str) -> asyncio.Future[Answer]:
+        if self._num_pending >= MOST_PENDING:
+            raise Refusal(f"{self._num_pending} requests wait for a result already", status=429)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._futures[name] = future
+        self._num_pending += 1
+        future.add_done_callback(self._count_down)
+        while len(self._futures) > MOST_FUTURES:
+            oldest = next((key for key, kept in self._futures.items() if kept.done()), None)
+            if oldest is None:
+                break
+            del self._futures[oldest]
+        return future
+
+    def _count_down(self, _: asyncio.Future[Answer]) -> None:
+        self._num_pending -= 1
+
+    def future(self, name: str, work: Callable[[], Answer]) -> dict[str, Any]:
+        """Answer with the name of a future; the same request again gets the same one."""
+        if name not in self._futures:
+            self._do(self._new(name), work)
+        return {"request_id": name}
+
+    def ordered(self, model_id: str, number: int, kind: str, work: Callable[[], Answer]) -> dict[str, Any]:
+        """Do `work` in its turn among the requests of a model, and answer with the name of its future."""
+        name = f"{model_id}:{number}:{kind}"
+        if name not in self._futures:
+            line = self._lines.get(model_id)
+            if line is None:
+                raise Refusal(f"model {model_id}: {self.trainer.why_gone(model_id)}", status=404)
+            if number < line.next or number in line.waiting:
+                raise Refusal(f"seq_id {number} of {model_id} was used for another request", status=409)
+            future = self._new(name)
+            line.add(number, lambda: self._do(future, work), future)
+        return {"request_id": name, "model_id": model_id}
+
+    async def result(self, name: str) -> Answer:
+        """Wait a while for a future; Refusal if there is none of this name."""
+        future = self._futures.get(name)
+        if future is None:
+            raise Refusal(f"there is no request {name}: this server was restarted, or forgot its result", status=404)
+        done, _ = await asyncio.wait([future], timeout=POLL_S)
+        if not done:
+            return {"type": "try_again", "request_id": name, "queue_state": "active"}
+        return future.result()
+
+    # Sessions.
+
+    def create_session(self) -> str:
+        name = str(uuid.uuid4())
+        self.sessions[name] = Session(time.monotonic())
+        return name
+
+    def heartbeat(self, session_id: str) -> None:
+        """Note a sign of life; Refusal if the session is over."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise Refusal(f"there is no session {session_id}: it was silent for {SILENT_S:g} s, or ended", status=404)
+        session.seen = time.monotonic()
+
+    def _new_model(self, session_id: str, number: int) -> str:
+        """Return the id of a model of this session; Refusal if another session's has the weights."""
+        self.heartbeat(session_id)
+        model_id = f"{session_id}:train:{int(number)}"
+        for other, session in self.sessions.items():
+            if other != session_id and self._has_weights(session):
+                silent_s = time.monotonic() - session.seen
+                raise Refusal(
+                    f"another client trains all weights: its last sign of life was {silent_s:.0f} s ago; wait until it"
+                    " ends, or start a server for each",
+                    status=409,
+                )
+        return model_id
+
+    def _has_weights(self, session: Session) -> bool:
+        """Return whether a model of this session is trained, or is being made."""
+        trained = None if self.trainer.model is None else self.trainer.model.id
+        starts = [self._futures.get(f"{model}:{kind}") for model in session.models for kind in ("create", "load")]
+        return trained in session.models or any(start is not None and not start.done() for start in starts)
+
+    def _add_model(self, session_id: str, model_id: str) -> None:
+        self.sessions[session_id].models.add(model_id)
+        self._lines.setdefault(model_id, Line())
+
+    def create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        model_id = self._new_model(body["session_id"], body["model_seq_id"])
+        answer = self.future(f"{model_id}:create", lambda: self.trainer.create(model_id, body))
+        self._add_model(body["session_id"], model_id)
+        return {**answer, "model_id": model_id}
+
+    def load_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if body.get("model_id"):
+            model_id = str(body["model_id"])
+            return self.ordered(model_id, body["seq_id"], "load", lambda: self.trainer.load(model_id, body))
+        model_id = self._new_model(body["session_id"], body["model_seq_id"])
+        answer = self.future(f"{model_id}:load", lambda: self.trainer.load(model_id, body))
+        self._add_model(body["session_id"], model_id)
+        return {**answer, "model_id": model_id}
+
+    def end_session(self, session_id: str, why: str) -> None:
+        """Free what a session has; a model whose steps no checkpoint has is saved first."""
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        for model_id in session.models:
+            self._lines.pop(model_id, Line()).end(f"model {model_id}: {why}")
+        for name in [name for name in self.samplers if name.startswith(session_id)]:
+            del self.samplers[name]
+
+        def free() -> Answer:
+            model = self.trainer.model
+            if model is not None and model.id in session.models:
+                self.trainer.free(why)
+            return {}
+
+        if session.models:
+            self._do(asyncio.get_running_loop().create_future(), free)
+
+    async def free_silent_sessions(self) -> None:
+        """End sessions without a sign of life, for as long as the server runs."""
+        while True:
+            await asyncio.sleep(1.0)
+            silent = [name for name, session in self.sessions.items() if time.monotonic() - session.seen > SILENT_S]
+            for name in silent:
+                why = f"its client gave no sign of life for {SILENT_S:g} s"
+                self.end_session(name, why)
+
+    # Training.
+
+    def passes(self, request: wire.PassRequest) -> dict[str, Any]:
+        def work() -> Answer:
+            return wire.pass_result(*self.trainer.passes(request))
+
+        return self.ordered(request.model_id, request.seq_id, "pass", work)
+
+    def step(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        def work() -> Answer:
+            # requests of a snapshot end with the weights that they began with; all others see the new ones
+            in_flight: InFlight = "wait" if self._num_snapshots_sampling else "keep"
+            return self.trainer.step(body, in_flight=in_flight)
+
+        return self.ordered(body["model_id"], body["seq_id"], "step", work)
+
+    def save(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self.ordered(body["model_id"], body["seq_id"], "save", lambda: self.trainer.save(body))
+
+    def save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Let a client sample from the weights as they are in this request's turn."""
+        kind = body.get("kind") or "snapshot"
+
+        def work() -> Answer:
+            model = self.trainer.current(body["model_id"])
+            version = self.policy.version
+            if body.get("path") is not None:
+                path = self.trainer.save_for_sampler(body)
+                self._served_paths[path] = version
+                return {"path": path, "type": "save_weights_for_sampler"}
+            name = f"{model.id}:sample:{body['seq_id']}"
+            self.samplers[name] = SamplingClient(None if kind == "inflight" else version)
+            return {"sampling_session_id": name, "type": "save_weights_for_sampler"}
+
+        return self.ordered(body["model_id"], body["seq_id"], "sampler", work)
+
+    # Sampling.
+
+    def create_sampling_session(self, body: Mapping[str, Any]) -> str:
+        """Return the name of a sampling client; the same request again gets the same one."""
+        name = f"{body['session_id']}:sampler:{body['sampling_session_seq_id']}"
+        if name not in self.samplers:
+            self.heartbeat(body["session_id"])
+            self.samplers[name] = self._sampling_client(body.get("model_path"), body.get("base_model"))
+        return name
+
+    def _sampling_client(self, path: str | None, base_model: str | None) -> SamplingClient:
+        trainer = self.trainer
+        if path is None:
+            if base_model != trainer.base_name:
+                raise Refusal(f"this server has the model {trainer.base_name!r}, and {base_model!r} was requested")
+            if trainer.base_version is None:
+                raise Refusal(
+                    f"{base_model} itself is not served any more: one copy of all weights has those of version"
+                    f" {self.policy.version} alone, which a client has trained"
+                )
+            return SamplingClient(trainer.base_version)
+        saved = SavedPath.parse(path)
+        folder = trainer.checkpoints.found(saved)
+        version = self._served_paths.get(str(saved))
+        if version != self.policy.version:
+            raise Refusal(
+                f"{path} is an older checkpoint than the weights that are served: one copy of all weights has version"
+                f" {self.policy.version} alone. Load it into a training client, or serve it by itself:"
+                f" bridge serve-vllm --model {folder}"
+            )
+        return SamplingClient(version, path)
+
+    def sample(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Start to sample, and answer with the name of the future and those of the sequences."""
+        number = int(body.get("num_samples") or 1)
+        if not 1 <= number <= MOST_SAMPLES:
+            raise Refusal(f"num_samples is {number}, expected 1 to {MOST_SAMPLES}")
+        session = body.get("sampling_session_id")
+        if (owner := self.sessions.get(str(session).partition(":")[0])) is not None:
+            owner.seen = time.monotonic()
+        name = f"{session}:{body.get('seq_id')}" if session else str(uuid.uuid4())
+        if name not in self._futures:
+            if session is None:
+                client = self._sampling_client(body.get("model_path"), body.get("base_model"))
+            elif session in self.samplers:
+                client = self.samplers[session]
+            else:
+                raise Refusal(f"there is no sampling session {session}: this server was restarted", status=404)
+            future = self._new(name)
+            task = asyncio.ensure_future(self._sampled(client, body))
+            self._sampling[name] = task
+
+            def end(done: "asyncio.Task[Answer]") -> None:
+                del self._sampling[name]
+                _settle(future, _outcome(done))
+
+            task.add_done_callback(end)
+        return {"request_id": name, "sample_sequence_ids": [f"{name}:{index}" for index in range(number)]}
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        """Stop sampling for a request that nobody waits for."""
+        if (task := self._sampling.get(name)) is not None:
+            task.cancel()
+        return {}
+
+    async def _sampled(self, client: SamplingClient, body: Mapping[str, Any]) -> Answer:
+        for unknown, instead in REFUSED_SAMPLING.items():
+            if body.get(unknown):
+                raise UsageError(f"{unknown} is not supported{instead}", hint="leave it out")
+        prompt = _prompt(body)
+        is_snapshot = client.version is not None
+        self._refuse_old(client)
+        self._num_snapshots_sampling += is_snapshot
+        try:
+            reply = await self._generated(body, prompt)
+        finally:
+            self._num_snapshots_sampling -= is_snapshot
+        self._refuse_old(client)  # what was sampled meanwhile may be of newer weights
+        return wire.sample_result(reply, body, prompt)
+
+    def _refuse_old(self, client: SamplingClient) -> None:
+        if client.version not in (None, self.policy.version):
+            raise UsageError(
+                f"this sampling client is a snapshot of version {client.version}, and one copy of all weights has"
+                f" version {self.policy.version} alone",
+                hint='make a new client after optim_step, or one of kind="inflight"',
+            )
+
+    async def _generated(self, body: Mapping[str, Any], prompt: list[int]) -> dict[str, Any]:
+        """Return vLLM's answer: token ids in, token ids with log-probabilities out."""
+        if self._http is None:
+            self._http = open_async_http()
+        request = _generate_request(body, prompt, self._served_name, self.policy.max_model_len)
+        try:
+            answer = await self._http.post(f"{self.policy.url}/generate", json=request)
+        except httpx.HTTPError as error:
+            raise ServerUnreachableError(
+                f"vLLM does not answer: {type(error).__name__}", hint="its log says why; restart bridge tinker"
+            ) from error
+        if answer.status_code != httpx.codes.OK:
+            words = f"vLLM answered {answer.status_code}: {error_message(answer)}"
+            if answer.is_client_error:
+                raise UsageError(words, hint="change the request")
+            raise ServerUnreachableError(words, hint="its log says why")
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    async def close(self) -> None:
+        """Cancel what samples, and close the connections."""
+        for task in [*self._sampling.values()]:
+            task.cancel()
+        if self._http is not None:
+            await self._http.aclose()
+
+    # What there is.
+
+    def capabilities(self) -> dict[str, Any]:
+        model = {
+            "model_name": self.trainer.base_name, "max_context_length": self.policy.max_model_len, "trainable": True,
+            "sampleable": True,
+        }  # fmt: skip
+        return {"supported_models": [model]}
+
+    def info(self, model_id: str) -> dict[str, Any]:
+        model = self.trainer.model
+        if model is None or model.id != model_id:
+            raise Refusal(f"there is no model {model_id}", status=404)
+        name = self.trainer.base_name
+        return {
+            "type": "get_info", "model_id": model.id, "model_name": name, "is_lora": False, "lora_rank": model.rank,
+            "model_data": {"model_name": name, "tokenizer_id": self.policy.model_name},
+        }  # fmt: skip
+
+    def run(self, run: str) -> dict[str, Any]:
+        """Return a training run as the SDK lists it."""
+        about = self.trainer.checkpoints.about(run)
+        listed = [*self.trainer.checkpoints.of_run(run)]
+        newest = {
+            kind: max(
+                (one for one in listed if one["checkpoint_type"] == kind), key=lambda one: one["time"], default=None
+            )
+            for kind in KINDS.values()
+        }
+        times = [one["time"] for one in newest.values() if one is not None]
+        return {
+            "training_run_id": run, "base_model": about["base_model"], "model_owner": "you", "is_lora": False,
+            "lora_rank": None, "last_request_time": max(times, default="1970-01-01T00:00:00+00:00"),
+            "last_checkpoint": newest["training"], "last_sampler_checkpoint": newest["sampler"],
+            "user_metadata": {key: str(value) for key, value in about["user_metadata"].items()},
+        }  # fmt: skip
+
+    def weights_info(self, path: str) -> dict[str, Any]:
+        """Return what a client asks about a checkpoint; SDKs before 0.38 load only what is called an adapter's."""
+        about = self.trainer.checkpoints.about(SavedPath.parse(path).run)
+        return {"base_model": about["base_model"], "is_lora": True, "lora_rank": about["rank"]}
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """Return an error as a result, which the SDK shows."""
+    if isinstance(error, BridgeError):
+        is_server = isinstance(error, ServerUnreachableError)
+        return {"error": f"{error.message} ({error.hint})", "category": "server" if is_server else "user"}
+    if isinstance(error, Refusal):
+        return {"error": error.message, "category": "user"}
+    logger.error("a request failed", exc_info=error)
+    return {"error": f"{type(error).__name__}: {error}"[:500], "category": "server"}
+
+
+def _settle(future: "asyncio.Future[Answer]", result: Answer) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _outcome(done: "asyncio.Task[Answer]") -> Answer:
+    if done.cancelled():
+        return {"error": "the request was cancelled", "category": "user"}
+    error = done.exception()
+    return done.result() if error is None else failure(error)
+
+
+def _prompt(body: Mapping[str, Any]) -> list[int]:
+    ids = list[int]()
+    for chunk in body["prompt"]["chunks"]:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise UsageError(
+                f"the prompt has a part of the type {chunk['type']}, expected encoded_text",
+                hint="images are not supported",
+            )
+        ids += chunk["tokens"]
+    if not ids:
+        raise UsageError("the prompt has no tokens", hint="give it at least one")
+    return ids
+
+
+def _generate_request(body: Mapping[str, Any], prompt: list[int], model: str, longest: int | None) -> dict[str, Any]:
+    """Return the body of `POST /generate` for a request to sample."""
+    chosen = body.get("sampling_params") or {}
+    limit = chosen.get("max_tokens")
+    if longest is not None:
+        room = longest - len(prompt)
+        if room < 1:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, and the longest sequence {longest}", hint="shorten the prompt"
+            )
+        limit = min(limit or room, room)
+
+    def value(name: str, default: float) -> Any:
+        return default if chosen.get(name) is None else chosen[name]
+
+    request = {
+        "model": model, "prompt": {"prompt_token_ids": prompt}, "n": body.get("num_samples") or 1, "max_tokens": limit,
+        "temperature": value("temperature", 1.0), "top_p": value("top_p", 1.0), "top_k": max(value("top_k", -1), 0),
+        "logprobs": body.get("topk_sample_logprobs") or 0,
+    }  # fmt: skip
+    if chosen.get("seed") is not None:
+        request["seed"] = chosen["seed"]
+    stop = chosen.get("stop")
+    if stop == []:
+        request["ignore_eos"] = True
+    elif isinstance(stop, list) and all(type(token) is int for token in stop):
+        request["stop_token_ids"] = stop
+    elif stop:
+        request |= {"stop": stop, "include_stop_str_in_output": True}
+    if body.get("prompt_logprobs") or body.get("topk_prompt_logprobs"):
+        request["prompt_logprobs"] = body.get("topk_prompt_logprobs") or 0
+    return request

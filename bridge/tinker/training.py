@@ -1,0 +1,303 @@
+"""What the calls of a training client do to the policy. One thread calls it: the main one, where Ctrl-C is deferred.
+
+All weights are trained, so there is one model at a time: it has the server's memory.
+Shape suffixes: N rows, as many as a datum has positions; K targets of a row, X: nothing, or K.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bridge.engine.policy import Policy
+from bridge.errors import UsageError
+from bridge.passes.packing import MicroBatch, Sample
+from bridge.server.protocol import InFlight
+from bridge.tinker.losses import OF_RATIOS, Config, LossFunction, Rows, cross_entropy, refuse_other
+from bridge.tinker.paths import Checkpoints, SavedPath
+from bridge.tinker.wire import Datum, PassRequest
+
+logger = logging.getLogger(__name__)
+
+ADAM = {
+    "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0,
+}  # fmt: skip
+"""The SDK's `AdamParams`, with its defaults."""
+
+REPLACED = "another model took its place: all weights are one copy, which has one model at a time"
+
+
+@dataclass
+class Model:
+    """What one training client trains."""
+
+    id: str
+    rank: int
+    """The rank that the client asked for; all weights are trained."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    num_steps: int = 0
+    is_saved: bool = True
+    """Whether no step was taken since the last checkpoint of it."""
+
+
+class Trainer:
+    """The policy, and the model that trains it."""
+
+    def __init__(self, policy: Policy, base: Path, base_name: str, checkpoints: Checkpoints) -> None:
+        """Take an attached policy; `base` is the folder of the weights that a new model starts from."""
+        self.policy = policy
+        self.base_name = base_name
+        self.checkpoints = checkpoints
+        self._base = base
+        self.base_version: int | None = policy.version if policy.version == 0 else None
+        """The version that is the base model's; None: its weights were trained since."""
+        self.model: Model | None = None
+        self._replaced: dict[str, str] = {}
+        """Model -> why it is no more."""
+
+    def current(self, model_id: str) -> Model:
+        """Return a model; UsageError if it is not the one that is trained."""
+        if self.model is not None and self.model.id == model_id:
+            return self.model
+        raise UsageError(
+            f"model {model_id}: {self.why_gone(model_id)}",
+            hint="create_training_client_from_state_with_optimizer(PATH) continues from a checkpoint",
+        )
+
+    def why_gone(self, model_id: str) -> str:
+        """Return why there is no such model."""
+        return self._replaced.get(model_id, "there is no such model: this server was restarted, or never had it")
+
+    def create(self, model_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Start a model from the base model's weights, with a new optimizer."""
+        self._refuse_other_base(body.get("base_model"))
+        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise UsageError(
+                f"optimizer_config {kind!r} is not supported, expected adamw", hint="AdamOptimizerConfig()"
+            )
+        self.free(REPLACED)
+        if self.base_version != self.policy.version:
+            self.policy.load(self._base)
+            self.base_version = self.policy.version
+        rank = int((body.get("lora_config") or {}).get("rank", 0))
+        if rank:
+            logger.info(f"model {model_id}: all weights are trained, not an adapter of rank {rank}: use smaller rates")
+        self._begin(model_id, rank, body.get("user_metadata"))
+        return {"model_id": model_id, "type": "create_model"}
+
+    def load(self, model_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Load a checkpoint into a model, or start one from it."""
+        path = SavedPath.parse(str(body["path"]))
+        folder = self.checkpoints.found(path)
+        rank = int(self.checkpoints.about(path.run)["rank"])
+        self._refuse_other_base(body.get("base_model"))
+        is_new = self.model is None or self.model.id != model_id
+        if is_new and model_id in self._replaced:
+            self.current(model_id)
+        if is_new:
+            self.free(REPLACED)
+        if body.get("optimizer"):
+            self.policy.load_state(folder)
+        else:
+            self.policy.load(folder)
+        self.base_version = None
+        if is_new:
+            self._begin(model_id, rank, body.get("user_metadata"))
+        assert self.model is not None
+        self.model.is_saved = True
+        return {"path": str(path), "model_id": model_id, "type": "load_weights"}
+
+    def _begin(self, model_id: str, rank: int, metadata: Mapping[str, Any] | None) -> None:
+        self.model = Model(model_id, rank, metadata or {})
+        self._replaced.pop(model_id, None)
+        self.checkpoints.describe(
+            model_id, {"rank": rank, "base_model": self.base_name, "user_metadata": dict(metadata or {})}
+        )
+
+    def free(self, why: str) -> None:
+        """Let the next model take the weights, and save those of this one that no checkpoint has.
+
+        Requests of it are refused with the reason.
+        """
+        if self.model is None:
+            return
+        path = self.rescue("freed")
+        where = "" if path is None else f"; its weights are at {path}"
+        logger.info("model %s is freed: %s%s", self.model.id, why, where)
+        self._replaced[self.model.id] = f"{why}{where}"
+        self.model = None
+        self.policy.drop_gradients()
+
+    def rescue(self, name: str) -> str | None:
+        """Save a model whose steps no checkpoint has; return the path, or None if there is nothing to save."""
+        if self.model is None or self.model.is_saved:
+            return None
+        path = SavedPath(self.model.id, "weights", f"{name}-{self.model.num_steps}")
+        self.policy.save_state(self.checkpoints.to_write(path, overwrite=True), step=self.model.num_steps)
+        self.model.is_saved = True
+        return str(path)
+
+    def _refuse_other_base(self, name: str | None) -> None:
+        if name is not None and name != self.base_name:
+            raise UsageError(
+                f"this server has the model {self.base_name!r}, and {name!r} was requested",
+                hint=f"bridge tinker --model MODEL --base-model {name}",
+            )
+
+    # Passes and steps.
+
+    def passes(self, request: PassRequest) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+        """Compute each datum's log-probabilities and the loss; unless it is a forward pass, add the gradients."""
+        self.current(request.model_id)
+        refuse_other(request.loss_fn)
+        ratios = OF_RATIOS.get(request.loss_fn)
+        config = {} if ratios is None else ratios.chosen(request.loss_fn, request.config)
+        if ratios is None and request.config:
+            raise UsageError(
+                f"loss_fn_config of cross_entropy has {min(request.config)!r}, expected none", hint="leave it out"
+            )
+        if not request.data:
+            raise UsageError("the request has no data", hint="forward_backward(data, loss_fn)")
+        needed = ("weights",) if ratios is None else ratios.inputs
+        longest = self.policy.max_model_len
+        for number, datum in enumerate(request.data):
+            if fault := _fault(datum, request.loss_fn, needed, longest):
+                raise UsageError(f"datum {number} {fault}", hint=f"{request.loss_fn} needs {', '.join(needed)}")
+        has_several = any(datum.inputs["target_tokens"].ndim > 1 for datum in request.data)
+        samples = [_sample(datum, has_several=has_several) for datum in request.data]
+        loss = _Loss(request.data, ratios, config)
+        compute = self.policy.forward if request.is_forward else self.policy.forward_backward
+        computed = compute(samples, loss)
+        logprobs = [
+            found.cpu().numpy().reshape(datum.inputs["target_tokens"].shape)
+            for found, datum in zip(computed.logprobs, request.data, strict=True)
+        ]
+        return logprobs, {"loss:sum": computed.metrics["loss"]}
+
+    def step(self, body: Mapping[str, Any], *, in_flight: InFlight) -> dict[str, Any]:
+        """Take a step with the gradients, and publish it."""
+        model = self.current(body["model_id"])
+        if "adam_params" not in body:
+            kind = (body.get("optimizer_params") or {}).get("type")
+            raise UsageError(f"optim_params of the type {kind!r} are not supported", hint="types.AdamParams(...)")
+        adam = {**ADAM, **{name: value for name, value in body["adam_params"].items() if value is not None}}
+        limit = adam["grad_clip_norm"]
+        stepped = self.policy.optim_step(
+            lr=adam["learning_rate"],
+            betas=(adam["beta1"], adam["beta2"]),
+            eps=adam["eps"],
+            weight_decay=adam["weight_decay"],
+            max_norm=limit if limit > 0 else math.inf,
+            in_flight=in_flight,
+        )
+        model.num_steps += 1
+        model.is_saved = False
+        self.base_version = None
+        metrics = {
+            "unclipped_grad_l2:mean": stepped.grad_norm, "changed_weight_share:mean": stepped.changed_weight_share,
+            "fence_pause_s:mean": stepped.times.pause_s, "fence_write_s:mean": stepped.times.write_s,
+            "weight_version:max": float(stepped.version),
+        }  # fmt: skip
+        return {"metrics": metrics}
+
+    # Checkpoints.
+
+    def save(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Save weights and optimizer, from which a model resumes."""
+        model = self.current(body["model_id"])
+        path = SavedPath(model.id, "weights", body.get("path") or f"step-{model.num_steps}").checked()
+        folder = self.checkpoints.to_write(path, overwrite=bool(body.get("overwrite")))
+        self.policy.save_state(folder, step=model.num_steps)
+        model.is_saved = True
+        return {"path": str(path), "type": "save_weights"}
+
+    def save_for_sampler(self, body: Mapping[str, Any]) -> str:
+        """Save the weights alone under a name, and return the path."""
+        model = self.current(body["model_id"])
+        path = SavedPath(model.id, "sampler_weights", body["path"]).checked()
+        folder = self.checkpoints.to_write(path, overwrite=False)
+        self.policy.save(folder)
+        return str(path)
+
+
+class _Loss:
+    """The loss of one request, for the micro-batches that its data become."""
+
+    def __init__(self, data: Sequence[Datum], ratios: LossFunction | None, config: Config) -> None:
+        self._data = data
+        self._ratios = ratios
+        self._config = config
+
+    def __call__(self, logprobs_NX: Tensor, batch: MicroBatch) -> Tensor:
+        if self._ratios is None:
+            if batch.several is not None:
+                return cross_entropy(logprobs_NX, batch.several.weights_NK)
+            return cross_entropy(logprobs_NX, self._input("weights", batch, logprobs_NX))
+        sampled_N, advantages_N = (self._input(name, batch, logprobs_NX) for name in ("logprobs", "advantages"))
+        has_mask = "sequence_ratio_mask" in self._ratios.inputs
+        mask_N = self._input("sequence_ratio_mask", batch, logprobs_NX) if has_mask else torch.ones_like(sampled_N)
+        rows = Rows(logprobs_NX, sampled_N, advantages_N, mask_N, batch.sequences_N)
+        return self._ratios.compute(rows, self._config)
+
+    def _input(self, name: str, batch: MicroBatch, like: Tensor) -> Tensor:
+        """Return an input of all rows; weights that a datum lacks are 1."""
+        of_data = [self._data[index] for index in batch.indices]
+        arrays = [datum.inputs.get(name, np.ones(len(datum.tokens))) for datum in of_data]
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(like.device)
+
+
+def _fault(datum: Datum, loss: str, needed: Sequence[str], longest: int | None) -> str:
+    """Return why a datum cannot be used; empty: it can."""
+    length = len(datum.tokens)
+    if not length or (longest is not None and length >= longest):
+        return f"has {length} tokens, expected 1 to {'any' if longest is None else longest - 1}"
+    if "target_tokens" not in datum.inputs:
+        return "has no target_tokens"
+    missing = [name for name in needed if name not in datum.inputs and name != "weights"]
+    if missing:
+        return f"has no {missing[0]}"
+    targets = datum.inputs["target_tokens"]
+    if targets.ndim not in ((1, 2) if loss == "cross_entropy" else (1,)):
+        return f"has target_tokens of shape {targets.shape}, expected ({length},)"
+    for name in ("target_tokens", *needed):
+        value = datum.inputs.get(name)
+        if value is None:
+            continue
+        expected = targets.shape if name in ("target_tokens", "weights") else (length,)
+        if value.shape != expected or len(value) != length or not value.size:
+            return f"has {name} of shape {value.shape} for {length} tokens, expected {expected}"
+        if not np.isfinite(value).all():
+            return f"has {name} that are not finite"
+    return ""
+
+
+def _sample(datum: Datum, *, has_several: bool) -> Sample:
+    """Return a datum as passes take it: every position is a row, and its target is whatever the client says.
+
+    The last token is there for its row alone; nothing attends to it.
+    """
+    length = len(datum.tokens)
+    targets = datum.inputs["target_tokens"]
+    several: dict[str, Any] = {}
+    if has_several:
+        weights = datum.inputs.get("weights", np.ones(targets.shape)).reshape(length, -1)
+        several = {"target_weights": tuple(map(tuple, weights.astype(float).tolist()))}
+        targets = targets.reshape(length, -1)
+    as_tuples = tuple(map(tuple, targets.tolist())) if has_several else tuple(targets.tolist())
+    return Sample(
+        prompt_token_ids=datum.tokens[:1],
+        token_ids=(*datum.tokens[1:], datum.tokens[-1]),
+        sampled_logprobs=(math.nan,) * length,
+        advantages=(0.0,) * length,
+        weight=1.0,
+        targets=as_tuples,
+        **several,
+    )

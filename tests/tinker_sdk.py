@@ -1,0 +1,74 @@
+"""The `tinker` package in a Python of its own (`make tinker`), and what its client is told to expect."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.documents import ROOT
+
+PYTHON = Path(os.environ.get("TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
+CLIENT = Path(__file__).with_name("tinker_client.py")
+needs_client = pytest.mark.skipif(not PYTHON.exists(), reason=f"no {PYTHON}: make tinker")
+needs_messages = pytest.mark.skipif(
+    not PYTHON.exists() and importlib.util.find_spec("tinker") is None, reason=f"no {PYTHON}: make tinker"
+)
+
+
+def package(folder: Path) -> Path:
+    """Return a folder for sys.path with the SDK in it, and none of the packages that it depends on."""
+    link = folder / "tinker"
+    if not link.exists():
+        (installed,) = PYTHON.parent.parent.glob("lib/python3*/site-packages/tinker")
+        folder.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(installed)
+    return folder
+
+
+def expected(
+    model: Path, *, base: str, pairs: list[tuple[list[int], list[int]]], lr: float, tolerance: float, is_real: bool
+) -> dict[str, Any]:
+    """Return what the client's checks compare with: token ids, and log-probabilities of transformers in float32."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    texts = []
+    for prompt, completion in pairs:
+        ids = prompt + completion
+        with torch.no_grad():
+            logprobs = reference(torch.tensor([ids[:-1]])).logits[0].float().log_softmax(-1)
+        targets = torch.tensor(ids[1:])
+        several = torch.stack([targets, (targets + 7) % 200], dim=1)
+        texts.append(
+            {
+                "ids": ids, "num_prompt": len(prompt), "logprobs": logprobs.gather(1, targets[:, None])[:, 0].tolist(),
+                "zero": logprobs[:, 0].tolist(), "several": several.tolist(),
+                "several_logprobs": logprobs.gather(1, several).tolist(),
+            }
+        )  # fmt: skip
+    return {
+        "base": base, "tokenizer": str(model), "lr": lr, "is_real": is_real, "tolerance": tolerance, "texts": texts,
+        "steps": 6, "many": 32,
+    }  # fmt: skip
+
+
+def checks(url: str, about: dict[str, Any], folder: Path, *, limit_s: float) -> str:
+    """Run the real client's checks; return what it printed, whose last line counts them."""
+    path = folder / "expected.json"
+    path.write_text(json.dumps(about))
+    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [PYTHON, CLIENT, path],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
+    return done.stdout

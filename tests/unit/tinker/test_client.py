@@ -1,0 +1,148 @@
+"""The real client against `bridge tinker` on a patched server without vLLM; Ctrl-C, a kill and a restart.
+
+Not covered: what vLLM samples (`tests/cpu/test_tinker.py`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bridge.core.address import free_port
+from tests import tinker_sdk
+from tests.documents import ROOT
+from tests.models import tiny
+from tests.scenarios import LiveServer
+from tests.unit import patched_server
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("tinker"), tinker_sdk.needs_client]
+PAIRS = [([5, 6, 7, 8, 9], [10, 11]), ([12, 13, 14], [15, 16, 17, 18]), ([20, 9], [21])]
+TRAIN = """
+import sys, tinker
+from tinker import types
+
+service = tinker.ServiceClient()
+client = service.create_lora_training_client(base_model=sys.argv[1], rank=4).result()
+inputs = {"target_tokens": [6, 7], "weights": [1.0, 1.0]}
+datum = types.Datum(model_input=types.ModelInput.from_ints([5, 6]), loss_fn_inputs=inputs)
+client.forward_backward([datum], "cross_entropy").result()
+client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+print(client.model_id, flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("server")
+    tiny.write(tiny.llama(), folder / "model")
+    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as served:
+        yield served
+
+
+@contextmanager
+def door(server: LiveServer, folder: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    """Run `bridge tinker` on a server; yield its address, the process and its log."""
+    port, log = free_port("127.0.0.1"), folder / "door.log"
+    sdk = tinker_sdk.package(folder / "sdk")
+    folders = [ROOT, ROOT / "cli", ROOT / "environments", ROOT / "patches", sdk]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    argv = [
+        sys.executable, "-m", "bridge", "tinker", "--model", server.manifest.model, "--all-weights",
+        "--vllm-config-path", str(server.path), "--port", str(port), "--save-path", str(folder / "runs"), *more,
+    ]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, env=environment, stdout=out, stderr=out, cwd=folder)
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()
+            try:
+                if httpx.get(f"{url}/api/v1/healthz", headers={"x-api-key": "tml-x"}, trust_env=False).is_success:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        yield url, process, log
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def client(url: str, model: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a client that trains one step and then waits; yield it with its model's id."""
+    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "PYTHONPATH": ""}
+    log = (folder / "client.log").open("w")
+    process = subprocess.Popen(
+        [tinker_sdk.PYTHON, "-c", TRAIN, model],
+        env=environment, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        model_id = process.stdout.readline().strip()
+        assert model_id, (folder / "client.log").read_text()
+        yield process, model_id
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
+def about(server: LiveServer) -> dict[str, Any]:
+    model = Path(server.manifest.model)
+    return tinker_sdk.expected(model, base=server.manifest.model, pairs=PAIRS, lr=1e-3, tolerance=0.05, is_real=False)
+
+
+def test_the_real_client_passes_its_checks(server: LiveServer, tmp_path: Path) -> None:
+    with door(server, tmp_path) as (url, _, _):
+        printed = tinker_sdk.checks(url, about(server), tmp_path, limit_s=500)
+    assert printed.count("PASS") > 60, printed
+
+
+def test_ctrl_c_saves_the_model_and_prints_its_path(server: LiveServer, tmp_path: Path) -> None:
+    with (
+        door(server, tmp_path) as (url, process, log),
+        client(url, server.manifest.model, tmp_path) as (_, model_id),
+    ):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
+        assert f"saved: tinker://{model_id}/weights/interrupted-1" in log.read_text()
+    folder = tmp_path / "runs" / model_id.replace(":", "_") / "weights" / "interrupted-1"
+    assert (folder / "model.safetensors").is_file()
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_killed_door_starts_again_on_the_same_server(server: LiveServer, tmp_path: Path) -> None:
+    with door(server, tmp_path) as (url, process, _), client(url, server.manifest.model, tmp_path):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with door(server, tmp_path) as (url, _, _):
+        printed = tinker_sdk.checks(url, about(server), tmp_path, limit_s=500)
+    assert "PASS  forward: log-probs of every position" in printed, "it begins with the base's weights"
+
+
+def test_a_killed_client_frees_its_model(server: LiveServer, tmp_path: Path) -> None:
+    with door(server, tmp_path) as (url, _, log):
+        with client(url, server.manifest.model, tmp_path) as (process, model_id):
+            process.kill()
+        until = time.monotonic() + 120
+        while "is freed" not in log.read_text():
+            assert time.monotonic() < until
+            time.sleep(1)
+        assert f"its weights are at tinker://{model_id}/weights/freed-1" in log.read_text().replace("\n", " ")
+        headers = {"x-api-key": "tml-x"}
+        with httpx.Client(base_url=f"{url}/api/v1", headers=headers, trust_env=False, timeout=60) as http:
+            session = http.post("create_session", json={}).json()["session_id"]
+            body = {"session_id": session, "model_seq_id": 0, "base_model": server.manifest.model}
+            made = http.post("create_model", json=body).json()
+            result = http.post("retrieve_future", json={"request_id": made["request_id"]}).json()
+    assert result == {"model_id": f"{session}:train:0", "type": "create_model"}, json.dumps(result)

@@ -1,0 +1,369 @@
+"""The API's state over a patched server without vLLM: order, futures, retries, sessions, snapshots and limits.
+
+Not covered: the real client (`test_client.py`, `tests/cpu/test_tinker.py`), the wire format (`test_wire.py`).
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import bridge
+from bridge.core.address import free_port
+from bridge.core.http_limits import Refusal
+from bridge.tinker import api, wire
+from bridge.tinker import service as module
+from bridge.tinker.paths import Checkpoints
+from bridge.tinker.service import Job, Service
+from bridge.tinker.training import Trainer
+from bridge.tinker.wire import Datum, PassRequest
+from tests.models import tiny
+from tests.unit import patched_server
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("tinker")]
+STEP = {"adam_params": {"learning_rate": 1e-3}}
+KEY = {"x-api-key": "tml-any"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("server")
+    tiny.write(tiny.llama(), folder / "model")
+    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as server:
+        yield server.path
+
+
+@pytest.fixture
+def service(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    """A service whose jobs another thread does, as the main thread of the command does them."""
+    monkeypatch.setattr(wire, "pass_result", lambda logprobs, metrics: {"logprobs": logprobs, "metrics": metrics})
+    monkeypatch.setattr(wire, "sample_result", lambda reply, *_: {"tokens": reply["token_ids"]})
+    jobs: SimpleQueue[Job | None] = SimpleQueue()
+    optimizer = bridge.OptimizerConfig(lr=1e-3)
+    with closing(bridge.attach(path, optimizer=optimizer)) as policy:
+        base = Path(policy.model_name)
+        policy.load(base)
+        trainer = Trainer(policy, base, "base", Checkpoints(tmp_path / "runs"))
+        made = Service(trainer, jobs)  # type: ignore[arg-type]
+
+        def work() -> None:
+            while (job := jobs.get()) is not None:
+                job()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield made
+        finally:
+            jobs.put(None)
+            thread.join()
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+async def done(service: Service, promise: dict[str, Any]) -> Any:
+    """Poll until the result of a request is there."""
+    while True:
+        result = await service.result(promise["request_id"])
+        if not (isinstance(result, dict) and result.get("type") == "try_again"):
+            return result
+
+
+async def new_model(service: Service, session: str | None = None, number: int = 0) -> str:
+    session = session or service.create_session()
+    body = {"session_id": session, "model_seq_id": number, "base_model": "base", "lora_config": {"rank": 8}}
+    created = await done(service, service.create_model(body))
+    assert "error" not in created, created
+    return str(created["model_id"])
+
+
+def request(model: str, seq_id: int, *tokens: int, is_forward: bool = False) -> PassRequest:
+    ids = tokens or (5, 6, 7, 8)
+    inputs = {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)}
+    return PassRequest(model, seq_id, "cross_entropy", {}, [Datum(ids[:-1], inputs)], is_forward)
+
+
+def weights(service: Service) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in service.policy.parameters()]).clone()
+
+
+async def step(service: Service, model: str, first: int) -> Any:
+    service.passes(request(model, first))
+    return await done(service, service.step({**STEP, "model_id": model, "seq_id": first + 1}))
+
+
+def test_requests_are_done_in_their_order(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        late = [service.passes(request(model, number)) for number in (3, 2)]
+        stepped = service.step({**STEP, "model_id": model, "seq_id": 4})
+        await asyncio.sleep(0.2)
+        assert service.policy.version == service.trainer.base_version
+        first = service.passes(request(model, 1))
+        assert all(["metrics" in await done(service, promise) for promise in (*late, first, stepped)])
+        assert service.trainer.model is not None
+        assert service.trainer.model.num_steps == 1
+
+    run(scenario())
+
+
+def test_a_repeated_request_changes_nothing(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        once = service.passes(request(model, 1))
+        assert service.passes(request(model, 1)) == once
+        await done(service, once)
+        assert service.passes(request(model, 1)) == once, "also when it is done"
+        body = {**STEP, "model_id": model, "seq_id": 2}
+        result = await done(service, service.step(body))
+        after, version = weights(service), service.policy.version
+        assert await done(service, service.step(body)) == result
+        assert torch.equal(weights(service), after)
+        assert service.policy.version == version
+        with pytest.raises(Refusal, match="was used for another request"):
+            service.save({"model_id": model, "seq_id": 1, "path": "a"})
+
+        twin = await new_model(service, model.partition(":")[0], 1)
+        await step(service, twin, 1)
+        assert torch.equal(weights(service), after), "one pass and one step, whatever was repeated"
+
+    run(scenario())
+
+
+def test_a_model_resumes_to_the_digit(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        await step(service, model, 1)
+        saved = await done(service, service.save({"model_id": model, "seq_id": 3, "path": "one"}))
+        await step(service, model, 4)
+        expected = weights(service)
+        body = {"model_id": model, "seq_id": 6, "path": saved["path"], "optimizer": True}
+        await done(service, service.load_weights(body))
+        await step(service, model, 7)
+        assert torch.equal(weights(service), expected)
+
+    run(scenario())
+
+
+def test_a_failed_request_ends_no_other(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        failed = await done(service, service.step({**STEP, "model_id": model, "seq_id": 1}))
+        assert failed["category"] == "user"
+        assert "no gradients" in failed["error"]
+        wrong = request(model, 2, 5, 10**9)
+        assert "token id" in (await done(service, service.passes(wrong)))["error"]
+        assert "metrics" in await step(service, model, 3)
+        with pytest.raises(Refusal, match="never had it"):
+            service.passes(request("other", 1))
+        with pytest.raises(Refusal, match="there is no request"):
+            await service.result("other")
+
+    run(scenario())
+
+
+def test_a_forward_pass_adds_no_gradient(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        found = await done(service, service.passes(request(model, 1, is_forward=True)))
+        assert len(found["logprobs"][0]) == 3
+        assert "no gradients" in (await done(service, service.step({**STEP, "model_id": model, "seq_id": 2})))["error"]
+
+    run(scenario())
+
+
+def sampling(session: str, seq_id: int = 0) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    return {
+        "sampling_session_id": session, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 3},
+    }  # fmt: skip
+
+
+def test_a_snapshot_is_never_answered_from_newer_weights(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+
+        async def client(seq_id: int, **more: Any) -> str:
+            body = {"model_id": model, "seq_id": seq_id, **more}
+            made = await done(service, service.save_for_sampler(body))
+            return str(made.get("sampling_session_id") or made["path"])
+
+        old, live, named = await client(1), await client(2, kind="inflight"), await client(3, path="named")
+        session = model.partition(":")[0]
+        by_name = service.create_sampling_session(
+            {"session_id": session, "sampling_session_seq_id": 0, "model_path": named}
+        )
+        for sampler in (old, live, by_name):
+            assert len((await done(service, service.sample(sampling(sampler))))["tokens"][0]) == 3
+        await step(service, model, 4)
+        assert "tokens" in await done(service, service.sample(sampling(live, 1)))
+        for sampler in (old, by_name):
+            assert "is a snapshot of version" in (await done(service, service.sample(sampling(sampler, 1))))["error"]
+        with pytest.raises(Refusal, match="older checkpoint than the weights that are served"):
+            service.create_sampling_session({"session_id": session, "sampling_session_seq_id": 1, "model_path": named})
+        with pytest.raises(Refusal, match="itself is not served any more"):
+            service.create_sampling_session({"session_id": session, "sampling_session_seq_id": 2, "base_model": "base"})
+
+    run(scenario())
+
+
+def test_a_step_waits_for_requests_of_a_snapshot(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        made = await done(service, service.save_for_sampler({"model_id": model, "seq_id": 1}))
+        ways = list[str]()
+        take_step = service.policy.optim_step
+
+        def noted(**given: Any) -> Any:
+            ways.append(given["in_flight"])
+            return take_step(**given)
+
+        monkeypatch.setattr(service.policy, "optim_step", noted)
+        promise = service.sample(sampling(made["sampling_session_id"]))
+        await asyncio.sleep(0)
+        service._num_snapshots_sampling += 1
+        await step(service, model, 2)
+        service._num_snapshots_sampling -= 1
+        await done(service, promise)
+        await step(service, model, 4)
+        assert ways == ["wait", "keep"]
+
+    run(scenario())
+
+
+def test_a_silent_session_frees_its_model_and_saves_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        watching = asyncio.ensure_future(service.free_silent_sessions())
+        model = await new_model(service)
+        trained = (await step(service, model, 1))["metrics"]
+        waiting = service.passes(request(model, 9))  # its turn never comes
+        session = service.create_session()
+        with pytest.raises(Refusal, match="another client trains all weights"):
+            service.create_model({"session_id": session, "model_seq_id": 0, "base_model": "base"})
+        monkeypatch.setattr(module, "SILENT_S", 0.5)
+        for _ in range(40):
+            await asyncio.sleep(0.25)
+            service.heartbeat(session)
+            if service.trainer.model is None:
+                break
+        assert "no sign of life" in (await done(service, waiting))["error"]
+        with pytest.raises(Refusal, match=r"its weights are at tinker://\S+/weights/freed-1"):
+            service.passes(request(model, 3))
+        path = f"tinker://{model}/weights/freed-1"
+        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        assert "error" not in await done(service, service.load_weights(body))
+        assert trained["unclipped_grad_l2:mean"] > 0
+        watching.cancel()
+
+    run(scenario())
+
+
+def test_a_replaced_model_is_saved_and_refused(service: Service) -> None:
+    async def scenario() -> None:
+        before = weights(service)
+        model = await new_model(service)
+        await step(service, model, 1)
+        service.passes(request(model, 3))
+        session = model.partition(":")[0]
+        other = await new_model(service, session, 1)
+        assert torch.equal(weights(service), before), "it starts from the base's weights"
+        refused = await done(service, service.save({"model_id": model, "seq_id": 4, "path": "late"}))
+        assert "took its place" in refused["error"]
+        assert "weights/freed-1" in refused["error"]
+        left = await done(service, service.step({**STEP, "model_id": other, "seq_id": 1}))
+        assert "no gradients" in left["error"], "those of the former model are gone"
+
+    run(scenario())
+
+
+def test_two_clients_cannot_start_at_once(service: Service) -> None:
+    async def scenario() -> None:
+        first, second = service.create_session(), service.create_session()
+        body = {"model_seq_id": 0, "base_model": "base"}
+        made = service.create_model({"session_id": first, **body})
+        with pytest.raises(Refusal, match="another client trains all weights"):
+            service.create_model({"session_id": second, **body})
+        await done(service, made)
+        service.end_session(first, "its client has ended")
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if service.trainer.model is None:
+                break
+        assert "error" not in await done(service, service.create_model({"session_id": second, **body}))
+
+    run(scenario())
+
+
+def test_too_many_requests_are_put_off(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        monkeypatch.setattr(module, "MOST_PENDING", 3)
+        for number in (5, 6, 7):
+            service.passes(request(model, number))
+        with pytest.raises(Refusal, match="3 requests wait") as refused:
+            service.passes(request(model, 8))
+        assert refused.value.status == 429
+
+    run(scenario())
+
+
+def test_old_results_are_forgotten_first(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        monkeypatch.setattr(module, "MOST_FUTURES", 4)
+        first = service.passes(request(model, 1, is_forward=True))
+        await done(service, first)
+        for number in range(2, 9):
+            await done(service, service.passes(request(model, number, is_forward=True)))
+        with pytest.raises(Refusal, match="forgot its result"):
+            await service.result(first["request_id"])
+        with pytest.raises(Refusal, match="was used for another request"):
+            service.passes(request(model, 1, is_forward=True))
+
+    run(scenario())
+
+
+def test_http_checks_key_body_and_route(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async def answer(key: str | None, path: str, body: Any = None, **headers: str) -> httpx.Response:
+            transport = httpx.ASGITransport(api.app(service, key))
+            async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+                content = body if isinstance(body, bytes) else None
+                json = None if isinstance(body, bytes) else body or {}
+                sent = {name.replace("_", "-"): value for name, value in headers.items()}
+                return await client.post(f"/api/v1/{path}", content=content, json=json, headers=sent)
+
+        for key, given, status in (
+            (None, {}, 401), (None, {"x_api_key": "other"}, 401), (None, KEY, 200), ("tml-a", KEY, 401),
+            ("tml-a", {"x_api_key": "tml-a"}, 200),
+        ):  # fmt: skip
+            sent = {name.replace("-", "_"): value for name, value in given.items()}
+            assert (await answer(key, "create_session", **sent)).status_code == status, (key, given)
+        mine = {"x_api_key": "tml-any"}
+        for path, body, status, words in (
+            ("session_heartbeat", {"session_id": "x"}, 404, "there is no session"),
+            ("create_custom_loss", {}, 501, "not supported"),
+            ("optim_step", {}, 422, "model_id"),
+            ("optim_step", b"[", 422, "not JSON"),
+            ("optim_step", b"[]", 422, "no JSON object"),
+            ("create_model", {"session_id": "x", "model_seq_id": 0}, 404, "there is no session"),
+            ("weights_info", {"tinker_path": "tinker://../weights/a"}, 400, "no path"),
+            ("asample", {"sampling_session_id": "x", "num_samples": 10**6}, 400, "num_samples"),
+        ):
+            response = await answer(None, path, body, **mine)
+            assert response.status_code == status, (path, response.text)
+            assert words in response.json()["detail"]
+        monkeypatch.setattr(api, "BODY_LIMIT_BYTES", 1000)
+        assert (await answer(None, "telemetry", b"x" * 2000, **mine)).status_code == 413
+
+    run(scenario())
