@@ -263,10 +263,10 @@ class _Rollouts:
     def _next_turn(
         self, prompt_ids: Sequence[Sequence[int]], images: Any = None, *_: Any, **__: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Replace `_generate_single_turn` of TRL's trainer, which samples what follows tool results.
+        """Replace `_generate_single_turn` of TRL's trainer, which samples the turn after tool results.
 
-        A sequence close to the server's longest is sampled separately, with the room that is left: TRL would cut it
-        there.
+        A sequence close to the server's maximum length is sampled separately, and limited to its remaining tokens; TRL
+        would truncate it.
 
         Raises:
             UsageError: a tool returned an image.

@@ -132,7 +132,7 @@ def _add(turn: dict[str, Any], kind: str, item: Item) -> None:
 
 def _tool(tool: Item) -> dict[str, Any]:
     if tool["type"] != "function":
-        raise Refusal(f"tools has one of type {shortened(str(tool['type']))}, expected functions of the agent")
+        raise Refusal(f"tools has an entry of type {shortened(str(tool['type']))}, expected only functions")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 

@@ -367,7 +367,7 @@ def tokens(facts: probe.Facts) -> Iterator[Check]:
 
 
 def sight(config: Config) -> str:
-    """Return what a model's vision model is used for; empty: it has none."""
+    """Return what a model's vision encoder is used for; empty if it has none."""
     if "vision_config" not in config:
         return ""
     takes_images = config.get("model_type") in SEEING

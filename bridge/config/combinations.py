@@ -53,7 +53,7 @@ def above(key: str, limit: float) -> Setting:
 
 
 def below(key: str, limit: float) -> Setting:
-    """Return the setting of a number that is less than `limit`."""
+    """Return a condition that matches a number below `limit`."""
     return Setting(key, lambda value: value < limit)
 
 

@@ -224,7 +224,7 @@ class TrainConfig(Config):
         if (self.stop_at or "").startswith("eval_") and not self.evaluation.interval:
             raise UsageError(
                 f"--stop-at {self.stop_at} has no effect without --eval-interval: nothing is evaluated before the end",
-                hint="--eval-interval N, or a metric of training",
+                hint="add --eval-interval N, or give --stop-at a training metric",
             )
 
     def _check_batch(self) -> None:

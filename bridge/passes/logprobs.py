@@ -283,9 +283,9 @@ def _raw_gradient(
     dtype: torch.dtype,
     kept: Kept | None,
 ) -> Tensor:
-    """Return gradient * (onehot(target) - softmax over kept words), taken back through the transform, in `dtype`.
+    """Return gradient * (onehot(target) - softmax over kept words), backpropagated through `by`, in `dtype`.
 
-    That of several targets is the sum over them: the softmax times the sum of their gradients.
+    With several targets, the terms are summed: the softmax is multiplied by the sum of their gradients.
     """
     logits_NW = by.apply(raw_NW, bias_W)
     gradient_N = gradient_NX if gradient_NX.dim() == 1 else gradient_NX.sum(dim=1)

@@ -51,7 +51,7 @@ class Row:
     name: str  # its optimizer, or how its adapter is published, and other options
     flags: tuple[str, ...]  # the flags that choose it
     verdict: str  # `fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`
-    lacking_gib: float  # missing on the GPU or in host memory; 0: it fits
+    lacking_gib: float  # shortfall on the GPU or in host memory; 0 if it fits
     weights_gib: float  # vLLM's weights and the trainer's own, on one device or two
     gradients_gib: float  # as many gradients as exist at once, in bf16
     sums_gib: float  # added by float32 sums; 0: an update has too few micro-batches for them

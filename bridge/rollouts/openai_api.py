@@ -198,8 +198,8 @@ def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
     ids = ids_of(token)
     if len(ids) != 1:
         raise UsageError(
-            f"the server at {url} returns tokens only as text, and {token!r} is the text of"
-            f" {len(ids) or 'no'} tokens of this model, expected one",
+            f"the server at {url} returns tokens only as text, and {token!r} matches {len(ids) or 'no'} tokens of this"
+            " model's vocabulary, expected one",
             hint=TAKE_ANOTHER,
         )
     return ids[0]

@@ -77,7 +77,7 @@ class Vocabulary:
         )
 
     def check_stop(self, texts: Sequence[str]) -> None:
-        """Raise UsageError for a text that contains a special token and more, because it can never be found."""
+        """Raise UsageError if a stop string mixes a special token with other text: it can never match."""
         for text in texts:
             inside = [token for token in self.special if token in text]
             if inside and text not in self.special:

@@ -78,9 +78,9 @@ class Learner:
             raise self._refusal
 
     def prepare(self) -> None:
-        """Compute everything that precedes the first change of a weight, once; an interrupt leaves no partial state.
+        """Do all the work that comes before a weight changes, exactly once; an interrupt leaves no partial state.
 
-        UsageError: it does not fit into memory, or an update of the previous batch did not.
+        UsageError: the batch does not fit in memory, or the update of the previous batch did not.
         """
         self.check_usable()
         if self._computed.is_prepared:

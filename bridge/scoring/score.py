@@ -224,8 +224,8 @@ class FailedScores:
             return
         kind, count = of_scores.most_common(1)[0]
         raise RewardError(
-            f"{self._batch}: at least {num_failed} of {_completions(num_completions)} without a reward,"
-            f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
+            f"{self._batch}: at least {num_failed} of {_completions(num_completions)} have no reward,"
+            f" more than the allowed fraction of {self._max_share:g}; {count} of them: {self._examples[kind]}",
             hint="fix the score method, then rerun the command; --reward-timeout-s gives a score more time, and"
             " --max-unscored-share allows more completions without a reward",
         )

@@ -25,10 +25,10 @@ class Copy:
 
     start: int  # first element, counted in the model's parameter
     shape: Shape
-    stride: Shape  # in the model's parameter
+    stride: Shape  # within the model's parameter
     parameter: str  # name of the server's parameter
-    offset: int  # first element, counted in the server's parameter
-    server_stride: Shape  # in the server's parameter
+    offset: int  # of the first element within the server's parameter
+    server_stride: Shape  # within the server's parameter
 
 
 class _Box(NamedTuple):

@@ -107,7 +107,7 @@ def demo(
         own = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
         run = own or rank_process.join_run_directory(world, out)
         if world.is_rank_zero:
-            world.barrier()  # lets the other ranks join the run directory
+            world.barrier()  # lets the other ranks use the same run directory
             servers.command = prepare(serve, [])
             write_json(run.server_config, serve.document())
         with console.printing_only(*console.OF_STARTS), servers.serving(world, train.sampling, run) as server:

@@ -200,7 +200,7 @@ def _usage(error: TyperException) -> tuple[str, str]:
 
 
 def _near_flag(wrong: str, command: Any) -> str | None:
-    """Return the flag of `command` most similar to `wrong`, by Bridge's own name; None if none is similar."""
+    """Return the flag of `command` most similar to `wrong`, never one of its aliases; None if none is similar."""
     from bridge.config import declaration
     from bridge.config.choices import Config, flag, own_names
 

@@ -222,8 +222,8 @@ def for_adapters(
     if in_memory and slot is not None and slot != rank:
         instead = f"leave {MAX_RANK} out" if slot_rank(rank) == rank else f"--lora-r {slot}"
         raise UsageError(
-            f"--lora-r {rank}: with --lora-handover memory the adapter is trained in a slot of vLLM, which has rank"
-            f" {slot}",
+            f"--lora-r {rank}: with --lora-handover memory the adapter is trained in vLLM's own slot, whose rank"
+            f" is {slot}",
             hint=f"{instead}, or --lora-handover disk",
         )
     if serve.max_lora_rank is None:

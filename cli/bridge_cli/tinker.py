@@ -32,7 +32,7 @@ ApiKey = Annotated[
     ),
 ]  # fmt: skip
 Optimizer = Annotated[
-    str, option("--optimizer", "NAME", "AdamW's state: adamw, adamw-bf16, adamw-8bit or adamw-4bit (default: adamw).")
+    str, option("--optimizer", "NAME", "AdamW's state: adamw, adamw-8bit or adamw-4bit (default: adamw).")
 ]
 OWN = ("host", "port", "model", "vllm_config_path")
 """Choices that mean the API's address, or which server: vLLM's own address is chosen for it."""

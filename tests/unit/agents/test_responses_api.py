@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "what is stored": ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id is not supported, bec"),
     "a background": ({"input": "x", "background": True}, "background=true is not supported"),
     "another field": ({"input": "x", "max_tool_calls": 3}, "the field max_tool_calls is not supported"),
-    "a hosted tool": ({"input": "x", "tools": [{"type": "web_search"}]}, "tools has one of type web_search"),
+    "a hosted tool": ({"input": "x", "tools": [{"type": "web_search"}]}, "tools has an entry of type web_search"),
     "a picture": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "a message has a part of type input_image, expected text",

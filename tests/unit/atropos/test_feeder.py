@@ -306,7 +306,7 @@ class Interrupting(Lengths):
 @pytest.mark.parametrize(
     ("api", "environment", "error", "words"),
     [
-        (FakeApi, OftenBad, RewardError, "without a reward, more than a share of"),
+        (FakeApi, OftenBad, RewardError, "have no reward, more than the allowed fraction of"),
         (Reset, Lengths, AtroposError, "no longer knows this environment: it was reset or restarted"),
         (Refusing, Lengths, AtroposError, "answered 422"),
         (FakeApi, Interrupting, KeyboardInterrupt, ""),

@@ -287,7 +287,7 @@ def test_token_ids_written_as_text_need_no_vocabulary() -> None:
 def test_text_without_a_single_token_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
     with pytest.raises(UsageError) as caught:
         told_by_text(lambda _: text, lambda _: ids)
-    assert f"{text!r} is the text of {number}" in caught.value.message
+    assert f"{text!r} matches {number}" in caught.value.message
     assert "return_token_ids" in caught.value.hint
 
 

@@ -144,7 +144,10 @@ def test_too_many_unscored_name_the_commonest_fault(model: Path) -> None:
     with sampled(model, Task(score), saying(), max_unscored_share=0.2) as ours, pytest.raises(RewardError) as caught:
         ours.groups(step=7)
     message = caught.value.message
-    known = "step 7: at least (6|12|18) of 24 completions without a reward, more than a share of 0.2; (5|10|15) of "
+    known = (
+        "step 7: at least (6|12|18) of 24 completions have no reward, more than the allowed fraction of 0.2;"
+        " (5|10|15) of "
+    )
     assert re.match(known, message), message  # by how many groups were scored at once
     assert "of them: Task.score returned nan, expected a finite number (test_stream.py line " in message
     assert message.endswith(" and completion 'is_nan'")

@@ -233,7 +233,7 @@ def test_too_many_faults_end_the_run_and_name_the_commonest() -> None:
     with pytest.raises(RewardError) as caught:
         batch.add([FailedScore(kind="a", line="a, on 3")])
     assert caught.value.message == (
-        "step 1: at least 3 of 8 completions without a reward, more than a share of 0.25; 2 of them: a, on 2"
+        "step 1: at least 3 of 8 completions have no reward, more than the allowed fraction of 0.25; 2 of them: a, on 2"
     )
     assert "--max-unscored-share" in caught.value.hint
 
