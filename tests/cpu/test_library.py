@@ -360,7 +360,7 @@ def test_call_parameters_override_those_of_the_policy(llama: LiveServer) -> None
         for words, parameters in wrong.items():
             with pytest.raises(UsageError, match=words):
                 policy.sample([ids], **parameters)
-        with pytest.raises(UsageError, match="one prompt"):
+        with pytest.raises(UsageError, match="a single prompt"):
             policy.sample(ids)
         with pytest.raises(RejectedRequestError, match="embedding"):
             policy.sample([[10**6]])
