@@ -302,7 +302,7 @@ def test_ranks_must_agree_on_the_slot(
     served: Adapters, engine: FakeEngine, folder: str, other_rank: int | None
 ) -> None:
     engine.other_rank = [other_rank]
-    with pytest.raises(AttachError, match=r"rank 1 answers (None|1), expected 0"):
+    with pytest.raises(AttachError, match=r"rank 1 returned (None|1), expected 0"):
         asyncio.run(served.serve("mine", folder))
 
 
