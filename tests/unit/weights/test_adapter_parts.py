@@ -254,5 +254,5 @@ def test_saved_adapter_is_checked_against_full_shapes(tmp_path: Path) -> None:
     matrices = load_file(tmp_path / "adapter_model.safetensors")
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     save_file({name: matrices[name][:, :128].contiguous()}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UsageError, match=r"is \(8, 128\), its slot \(8, 256\)"):
+    with pytest.raises(UsageError, match=r"has shape \(8, 128\), its slot \(8, 256\)"):
         stored_tensors.check_adapter(tmp_path, shard(1))
