@@ -269,7 +269,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("run", "--dtype float16", "hint: --dtype bfloat16"),
     ("train run", "--temperature 0.005", "--temperature: must be greater than or equal to 0.01, found"),
     ("train run", "--temperature 2.5", "--temperature: must be less than or equal to 2"),
-    ("train", "--eval-samples 1 --eval-temperature 0.005", "--eval-temperature: must be 0, or at least 0.01: vLLM raises"),
+    ("train", "--eval-samples 1 --eval-temperature 0.005", "--eval-temperature: must be 0, or at least 0.01"),
     ("train", "--eval-samples 1 --eval-temperature 2.5", "--eval-temperature: must be less than or equal to 2"),
     ("train", "--top-p 0", "--top-p: must be greater than 0"),
     ("train", "--top-k -1", "--top-k: must be greater than or equal to 0"),
