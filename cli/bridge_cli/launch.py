@@ -80,15 +80,6 @@ class Servers(abc.ABC):
         """Yield the server of this rank's replica, which runs during the block."""
 
 
-class Opened(NamedTuple):
-    """The run, as the first rank opened it for all ranks."""
-
-    config: TrainConfig
-    """The configuration with derived values."""
-    run_dir: Path
-    resume: "SavedCheckpoint | None"
-
-
 @dataclass(kw_only=True)
 class Launch:
     """A training job, from starting its processes to printing how it ended."""
@@ -146,8 +137,12 @@ class Launch:
             if world.is_rank_zero:
                 print_ending(run, config.checkpoints, config.way, config.training_steps)
 
-    def _open(self, environment: Environment | None) -> Opened:
-        """Open the run, and check everything that can be checked before vLLM starts; called on the first rank."""
+    def _open(self, environment: Environment | None) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
+        """Open the run, and check everything that can be checked before vLLM starts; called on the first rank.
+
+        Returns the configuration with derived values, the run directory, and the checkpoint to resume from. Ranks
+        exchange plain tuples, and no classes of this package.
+        """
         from bridge.agents import rehearsal
 
         config, self.directory, resume = open_run(self.config, environment)
@@ -161,7 +156,7 @@ class Launch:
             )  # fmt: skip
         assert config.checkpoints.save_path is not None, "derived from the run directory"
         self.servers.record(self.directory, config.checkpoints.save_path)
-        return Opened(config, self.directory.path, resume)
+        return config, self.directory.path, resume
 
 
 def start_ranks(layout: RankLayout | None) -> None:
