@@ -15,6 +15,7 @@ import pytest
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.errors import UsageError
+from bridge.ranks import messages
 from bridge_cli import launch
 from bridge_cli.launch import Launch, ReplicaServer, Servers
 from bridge_cli.rank_gpus import RankLayout
@@ -116,6 +117,17 @@ def test_a_job_that_never_trained_leaves_no_run_directory(
 ) -> None:
     assert launched(monkeypatch, tmp_path, RecordedServers(fails_in, error)) == steps
     assert not [*tmp_path.rglob("*")]
+
+
+def test_opened_run_can_be_sent_to_other_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
+    job = Launch(config=given, servers=RecordedServers(), layout=None, as_json=False)
+    config, run_dir, resume = messages.loads(messages.dumps(job._open(None)))
+    assert job.directory is not None
+    assert run_dir == job.directory.path
+    assert config.checkpoints.save_path == job.directory.checkpoints
+    assert resume is None
 
 
 def test_several_ranks_are_launched_before_anything_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
