@@ -248,7 +248,8 @@ class _Rollouts:
         """
         _refuse_media(prompts)
         self._calls = self._calls or count(trainer.state.global_step)  # a resumed trainer continues the count
-        self._seed, self._turns = self._first_seed + next(self._calls), count(1)
+        self._seed = self._first_seed + next(self._calls)
+        self._turns = count(1)
         if trainer.tools:  # TRL renders them into the prompts, calls them, and samples the next turn with this
             prompts = [_rendered(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
             trainer._generate_single_turn = self._next_turn

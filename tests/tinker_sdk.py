@@ -4,13 +4,19 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bridge.core.address import free_port
 from tests.documents import ROOT
 
 PYTHON = Path(os.environ.get("TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
@@ -29,6 +35,33 @@ def package(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         link.symlink_to(installed)
     return folder
+
+
+@contextmanager
+def door(folder: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]", Path]]:
+    """Run `bridge tinker --all-weights`; yield its address once it answers, the process and its log."""
+    port, log = free_port("127.0.0.1"), folder / "door.log"
+    folders = [ROOT, ROOT / "cli", ROOT / "environments", ROOT / "patches", package(folder / "sdk")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    argv = [
+        sys.executable, "-m", "bridge", "tinker", "--all-weights", "--port", str(port),
+        "--save-path", str(folder / "runs"), *flags,
+    ]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, env=environment, stdout=out, stderr=out, cwd=folder)
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()
+            try:
+                if httpx.get(f"{url}/api/v1/healthz", headers={"x-api-key": "tml-x"}, trust_env=False).is_success:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        yield url, process, log
+    finally:
+        process.kill()
+        process.wait()
 
 
 def expected(

@@ -158,7 +158,7 @@ def _checked(handler: Handler, key: str | None) -> Handler:
     async def checked(request: Request) -> Response:
         try:
             given = request.headers.get("x-api-key", "")
-            # a web page cannot send this header to loopback, so without a key of its own any will do
+            # a web page cannot send this header to loopback, so any key will do if the server has none
             if not (secrets.compare_digest(given.encode(), key.encode()) if key else given.startswith(PREFIX)):
                 raise Refusal("wrong API key" if given else "no API key", status=401)
             messages = await read_body(request.scope["headers"], request.receive, limit_bytes=BODY_LIMIT_BYTES)

@@ -36,6 +36,8 @@ MOST_PENDING = 4096
 MOST_FUTURES = 16_384
 """Futures that are kept; of those with a result the oldest are forgotten first."""
 MOST_SAMPLES = 1024
+SAMPLING_PARAMS = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
+"""Sampling parameters of the SDK. Any other is refused, because it would have no effect."""
 REFUSED_SAMPLING = {
     "target_prompt_logprobs": "", "prompt_alt_tokens_k": "",
     "record_stability_info": ": train with loss_fn=importance_sampling, ppo or cispo",
@@ -236,7 +238,11 @@ class Service:
         def free() -> Answer:
             model = self.trainer.model
             if model is not None and model.id in session.models:
-                self.trainer.free(why)
+                try:
+                    self.trainer.free(why)
+                except BridgeError as error:  # nobody waits for this result
+                    logger.warning(f"model {model.id} is not freed, because it cannot be saved: {error.message}")
+                    raise
             return {}
 
         if session.models:
@@ -484,6 +490,11 @@ def _prompt(body: Mapping[str, Any]) -> list[int]:
 def _generate_request(body: Mapping[str, Any], prompt: list[int], model: str, longest: int | None) -> dict[str, Any]:
     """Return the body of `POST /generate` for a request to sample."""
     chosen = body.get("sampling_params") or {}
+    unknown = sorted(name for name, given in chosen.items() if given is not None and name not in SAMPLING_PARAMS)
+    if unknown:
+        raise UsageError(
+            f"sampling_params has {unknown[0]!r}, expected {', '.join(SAMPLING_PARAMS)}", hint="leave it out"
+        )
     limit = chosen.get("max_tokens")
     if longest is not None:
         room = longest - len(prompt)

@@ -1,4 +1,4 @@
-"""Run Tinker's API: HTTP in a thread of its own, and what computes with the weights in the calling one."""
+"""Run the Tinker API: HTTP in a separate thread, and all work on the weights in the calling thread."""
 
 import socket
 import threading

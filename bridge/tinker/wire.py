@@ -152,13 +152,14 @@ def _array(message: Any) -> NDArray[Any]:
 
 
 def pass_result(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
-    """Encode the result of a pass: the log-probabilities of each datum, [T] or [T, K], in a record of its own."""
+    """Encode the result of a pass as one record per datum, with its log-probabilities: [T] or [T, K]."""
     pb: Any = messages()
     answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     for one in logprobs:
         record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
         field = record.fields["logprobs"]
-        field.data, field.dtype = one.astype("<f4").tobytes(), pb.DTYPE_FLOAT32
+        field.data = one.astype("<f4").tobytes()
+        field.dtype = pb.DTYPE_FLOAT32
         field.offsets = np.array([0, one.size * 4], "<i8").tobytes()
         field.trailing_shape.extend(one.shape[1:])
     encoded: bytes = answer.SerializeToString()

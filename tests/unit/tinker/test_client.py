@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ import pytest
 
 from bridge.core.address import free_port
 from tests import tinker_sdk
-from tests.documents import ROOT
 from tests.models import tiny
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
@@ -52,29 +50,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 @contextmanager
 def door(server: LiveServer, folder: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
     """Run `bridge tinker` on a server; yield its address, the process and its log."""
-    port, log = free_port("127.0.0.1"), folder / "door.log"
-    sdk = tinker_sdk.package(folder / "sdk")
-    folders = [ROOT, ROOT / "cli", ROOT / "environments", ROOT / "patches", sdk]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    argv = [
-        sys.executable, "-m", "bridge", "tinker", "--model", server.manifest.model, "--all-weights",
-        "--vllm-config-path", str(server.path), "--port", str(port), "--save-path", str(folder / "runs"), *more,
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, env=environment, stdout=out, stderr=out, cwd=folder)
-    try:
-        while True:
-            assert process.poll() is None, log.read_text()
-            try:
-                if httpx.get(f"{url}/api/v1/healthz", headers={"x-api-key": "tml-x"}, trust_env=False).is_success:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
-        yield url, process, log
-    finally:
-        process.kill()
-        process.wait()
+    argv = ["--model", server.manifest.model, "--vllm-config-path", str(server.path), *more]
+    with tinker_sdk.door(folder, *argv) as opened:
+        yield opened
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 import bridge
 from bridge.core.address import free_port
 from bridge.core.http_limits import Refusal
+from bridge.errors import UsageError
 from bridge.tinker import api, wire
 from bridge.tinker import service as module
 from bridge.tinker.paths import Checkpoints
@@ -215,6 +216,43 @@ def test_a_snapshot_is_never_answered_from_newer_weights(service: Service) -> No
             service.create_sampling_session({"session_id": session, "sampling_session_seq_id": 2, "base_model": "base"})
 
     run(scenario())
+
+
+def test_unknown_sampling_parameter_is_refused(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        made = await done(service, service.save_for_sampler({"model_id": model, "seq_id": 1, "kind": "inflight"}))
+        body = sampling(made["sampling_session_id"])
+        for given, words in (
+            ({"min_p": 0.1}, "sampling_params has 'min_p', expected max_tokens"),
+            ({"min_p": None}, ""),
+        ):
+            body |= {"sampling_params": {"max_tokens": 3, **given}, "seq_id": body["seq_id"] + 1}
+            answer = await done(service, service.sample(body))
+            assert words in answer.get("error", "")
+            assert ("tokens" in answer) == (not words)
+
+    run(scenario())
+
+
+def test_model_of_an_ended_session_that_cannot_be_saved_is_logged(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise UsageError("the disk is full", hint="make room")
+
+    async def scenario() -> None:
+        model = await new_model(service)
+        await done(service, service.passes(request(model, 1)))
+        await step(service, model, 2)
+        monkeypatch.setattr(service.policy, "save_state", full)
+        service.end_session(model.partition(":")[0], "it ended")
+        later = asyncio.get_running_loop().create_future()
+        service._do(later, dict)
+        await later
+
+    run(scenario())
+    assert "is not freed, because it cannot be saved: the disk is full" in caplog.text
 
 
 def test_a_step_waits_for_requests_of_a_snapshot(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
