@@ -84,7 +84,7 @@ def test_a_rank_other_than_the_slots_is_refused(
     rank: int, choices: dict[str, int], flags: tuple[str, ...], slot: int
 ) -> None:
     serve = ServeConfig.model_validate({"model": "m", **choices})
-    with pytest.raises(UsageError, match=f"--lora-r {rank}: .* rank {slot}") as caught:
+    with pytest.raises(UsageError, match=f"--lora-r {rank}: .* whose rank is {slot}") as caught:
         for_adapters(serve, rank, flags, in_memory=True)
     assert "--lora-handover disk" in caught.value.hint
     assert for_adapters(serve, rank, flags, in_memory=False).max_lora_rank == (serve.max_lora_rank or rank)

@@ -640,7 +640,7 @@ def test_unusable_prompts_do_not_count_as_failed_scores(caplog: pytest.LogCaptur
     failures.log(set())
     (line,) = caplog.messages
     assert "4 completions without a reward left out: the prompt cannot be used: no tokens, on prompt" in line
-    with pytest.raises(RewardError, match="at least 2 of 6 completions without a reward"):
+    with pytest.raises(RewardError, match="at least 2 of 6 completions have no reward"):
         failures.add([FailedScore(kind="k", line="l")] * 2)
 
 
