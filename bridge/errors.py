@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BridgeError(Exception):
-    """A failure that the user can fix: the message has what happened, was found and was expected; the hint, the fix."""
+    """A failure that the user can fix."""
 
     exit_code = 1
 
@@ -23,7 +23,7 @@ class BridgeError(Exception):
 
 
 class UsageError(BridgeError, ValueError):
-    """A flag, file or environment named by the caller cannot be used."""
+    """A flag, file or environment that the caller named cannot be used."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Train a served model with your own loop: `import bridge` has these names, and those of `engine/policy.py`."""
+"""Train a served model with your own loop: `import bridge` exports these names, and those of `engine/policy.py`."""
 
 import logging
 import os
@@ -76,7 +76,7 @@ def attach(
     set: with `lora`, Bridge's or PEFT's `LoraConfig`, an adapter is trained on the frozen base, otherwise all weights;
     `optimizer` is used by `optim_step`, and `loss` is the default of `forward_backward`. `seed` initializes an adapter
     and stochastic rounding. Progress is logged to loggers below `bridge`. `run_dir` is the folder of `Policy.log`,
-    `save` and `resume`; by default they create a folder under `runs/`, named after the time and the program.
+    `save` and `resume`; by default they use a new folder under `runs/`, named after the time and the program.
 
     In a program that torchrun has started, each process attaches to the server of its replica: all tensor-parallel
     ranks of one server pass the same `path`.
@@ -154,7 +154,7 @@ def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed
 
 
 def _join(exported: Manifest, held: ExitStack) -> Ranks:
-    """Join the processes that torchrun has started, if any; closing `held` leaves them."""
+    """Join the process group of torchrun, if it started this process; closing `held` leaves the group."""
     if torchrun.world_size() == 1:
         return ALONE
     shard = exported.shards[torchrun.rank() % exported.tp_degree]
@@ -183,7 +183,7 @@ def serve(
     """Start a server, attach to it, and stop it at the end of the block.
 
     `choices` set what the flags of `bridge serve-vllm` set, such as `max_model_len=2048`; with `lora` the server takes
-    adapters of its rank. `vllm_flags` are vLLM's own, such as `"--enforce-eager"`; the other arguments are those of
+    adapters of its rank. `vllm_flags` are flags of vLLM, such as `"--enforce-eager"`; the other arguments are those of
     `attach`. The server ends with this process, however the process ends. Its log is kept after an error.
 
     Raises:

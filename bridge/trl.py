@@ -97,10 +97,10 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             adapter.peft_model.load_adapter = self._load_adapter
 
     def on_init_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
-        """Refuse a trainer that was made with different settings or a different model than `for_trl`.
+        """Refuse a trainer that was created with other settings or another model than those of `for_trl`.
 
         Raises:
-            UsageError: its settings or its model differ.
+            UsageError: the settings or the model differ.
         """
         if args is not self._args:
             raise UsageError(
@@ -189,7 +189,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _missing(self) -> list[str]:
-        """Return the parameters that no file has contained so far, a tied one only if none of its names was found."""
+        """Return the parameters that were in none of the files so far; a tied one if none of its names was found."""
         names: dict[int, list[str]] = {}
         for name, parameter in self._policy.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -239,7 +239,7 @@ class _Rollouts:
         self._parameters = {"temperature": args.temperature, **filters_of(args)}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
-        """Return one completion for each prompt; TRL repeats a prompt for every completion that it wants.
+        """Return one completion for each prompt; TRL repeats a prompt once per requested completion.
 
         Shapes: lists of one list of token ids or log-probabilities per prompt.
 
@@ -250,7 +250,7 @@ class _Rollouts:
         self._calls = self._calls or count(trainer.state.global_step)  # a resumed trainer continues the count
         self._seed = self._first_seed + next(self._calls)
         self._turns = count(1)
-        if trainer.tools:  # TRL renders them into the prompts, calls them, and samples the next turn with this
+        if trainer.tools:  # TRL renders and calls tools itself, and samples each next turn with this method
             prompts = [_rendered(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
             trainer._generate_single_turn = self._next_turn
         groups = self._sampled(prompts, self._seed, self._max_tokens)

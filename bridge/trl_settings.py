@@ -1,4 +1,4 @@
-"""Refuse what `bridge.for_trl` cannot use: other versions of TRL, and settings without effect or that move weights."""
+"""Refuse what `bridge.for_trl` cannot use: unsupported TRL versions, settings without effect or that move weights."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ def filters_of(args: Any) -> dict[str, Any]:
     """Return the filters that `args` samples with; those of `generation_kwargs` replace its own, as in TRL.
 
     Raises:
-        UsageError: `generation_kwargs` has other entries, which have no effect here.
+        UsageError: `generation_kwargs` has unsupported entries.
     """
     given = dict(getattr(args, "generation_kwargs", None) or {})
     unused = {name: value for name, value in given.items() if name not in FILTERS and (name, value) != SAMPLES}

@@ -65,7 +65,7 @@ Interaction = Literal["completion", "tools", "agent"]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An environment as a run uses it."""
+    """An environment together with what a run needs to know about it."""
 
     problems: Callable[[], Iterator[Problem]]
     """Returns a new iterator over the training problems."""

@@ -1,8 +1,8 @@
-"""Let an editable install win against folders named `bridge`: `make setup` copies this file beside its packages.
+"""Let an editable install take precedence over folders named `bridge`; `make setup` copies this file to site-packages.
 
-Setuptools' finder of an editable install is asked after every folder on `sys.path`, and Python takes a folder without
-`__init__.py`, such as a clone beside the user's program, for a package without files. A package or a module of that
-name still wins, as it does against an installed wheel.
+Setuptools' finder for an editable install comes after every folder on `sys.path`, and Python imports a folder without
+`__init__.py`, such as a clone next to the user's program, as an empty package. A package or a module of that
+name still takes precedence, as it does over an installed wheel.
 """
 
 import sys
@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 OURS = "__editable___bridge_rl_"
-"""How the name of setuptools' module begins."""
+"""Prefix of the name of setuptools' module."""
 
 
 class BeforeFolders:
@@ -28,5 +28,5 @@ class BeforeFolders:
 
 
 def install() -> None:
-    """Ask this finder first; `bridge_editable.pth` calls it when Python starts."""
+    """Put this finder first; `bridge_editable.pth` calls this function when Python starts."""
     sys.meta_path.insert(0, BeforeFolders)

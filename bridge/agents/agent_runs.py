@@ -1,6 +1,6 @@
 """Concurrent runs of an agent that requests its turns from an OpenAI-compatible base URL.
 
-The recording of a run (`recording.py`) turns each of its requests into tokens, which are sampled like any prompt.
+A run's recording (`recording.py`) tokenizes each of its requests, and the tokens are sampled like any other prompt.
 """
 
 import asyncio
@@ -177,7 +177,7 @@ class Run:
             raise Refusal(self.unreadable) from error
 
     def _as_tokens(self, body: Any) -> TurnRequest:
-        """Return a request as tokens; may raise any exception."""
+        """Tokenize a request; may raise any exception."""
         chat = chat_request.read(body)
         if chat.ignored:
             self.recording.remarks.add(
@@ -200,7 +200,7 @@ class Run:
         return await self._sample(self._num_turns - 1, request, min(room, request.chat.max_tokens or room))
 
     async def or_fault(self, result: Awaitable[Result]) -> Result:
-        """Await `result`; raise the error if sampling for a request fails first."""
+        """Await `result`, unless sampling for a request fails first; then raise that error."""
         task = asyncio.ensure_future(result)
         try:
             await asyncio.wait({task, self._fault}, return_when=asyncio.FIRST_COMPLETED)

@@ -143,7 +143,7 @@ def _stop(given: Any) -> tuple[str, ...]:
 
 
 def key(message: Mapping[str, Any]) -> str:
-    """Return a key that is the same for equal messages, made of role, text and tool calls."""
+    """Return a key built from a message's role, text and tool calls; equal messages have equal keys."""
     role = message["role"]
     content = message["content"]
     if role == "assistant":

@@ -138,7 +138,7 @@ class Conversation:
 
     @property
     def changes_turns(self) -> str:
-        """The remark to log when `tokens_following` returns None."""
+        """The message to log when `tokens_following` returns None."""
         return (
             f"the chat template of {self._model_name} changes an earlier turn once an agent's next messages follow:"
             f" the turns from there on become a separate sequence; {KEEPS_TURNS}"
@@ -149,7 +149,7 @@ class Conversation:
         return token_ids[1:] if last in self._stops else token_ids
 
     def _encoded(self, behind: str) -> tuple[int, ...]:
-        """Return the token ids of the token that ends a turn and of the text after it."""
+        """Return the id of the token that ends a turn, followed by the ids of the text after it."""
         return tuple(self._tokenizer(self._end + behind, add_special_tokens=False)["input_ids"])
 
     def _end_of_turn(self) -> str:
@@ -259,7 +259,7 @@ def encodable(text: str) -> str:
 
 
 def placeholder_turn(calls: Sequence[Call], *, has_thought: bool = False) -> dict[str, Any]:
-    """Return a turn that calls the same tools, to render in place of a sampled turn, which may hold the end token."""
+    """Return a stand-in for a sampled turn, with the same tool calls: the turn's own text may contain the end token."""
     known = [replace(call, arguments={}) if call.name.isidentifier() else PROBE for call in calls]
     return _turn(known, THOUGHT if has_thought else "")
 

@@ -69,7 +69,7 @@ def open_stream(
     """
     task = Task.of(environment)
     processes = chosen.reward_processes
-    if not (task.in_workers and ranks.is_tp_rank_zero):  # in the latter case, a different rank samples and scores
+    if not (task.in_workers and ranks.is_tp_rank_zero):  # scoring needs no workers, or another rank scores
         processes = 0
     elif processes is None and task.interaction != "completion":  # one per concurrent trajectory
         at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * hosts)

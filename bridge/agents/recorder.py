@@ -49,7 +49,7 @@ class _Run:
 
 
 class Recorder:
-    """The server; used from a single event loop, and started there by the first run."""
+    """The server. A single event loop uses it, and the first run starts it."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

@@ -150,7 +150,7 @@ class Recording:
         return message
 
     def sequences(self) -> list[SequenceBuilder]:
-        """Return the token sequences of the run. Each turn is sampled in one of them, and context in the others."""
+        """Return the run's token sequences. Each turn counts as sampled in one of them, as context in the others."""
         continued = {turn.request.before for turn in self.turns}
         written_turns = set[Turn]()
         sequences = list[SequenceBuilder]()
@@ -207,5 +207,5 @@ def _written(call: Call) -> dict[str, Any]:
 
 
 def _chained(before: bytes, text: str) -> bytes:
-    """Return the digest of a conversation from `before`, the digest without its last message, and that one's key."""
+    """Return the digest of a conversation, given the digest `before` its last message and that message's key."""
     return hashlib.sha256(before + text.encode()).digest()

@@ -122,7 +122,7 @@ class Agent(_InstanceHost):
         return Score(reward=0.0) if self._scores is None else super().score(problem, completion)
 
     def _result(self, result: Any) -> Any:
-        """Return a run's result, awaited if necessary; in a worker, always in one event loop, as clients expect."""
+        """Return a run's result, awaiting it if necessary. A worker reuses one event loop, as HTTP clients expect."""
         if not inspect.isawaitable(result) or threading.current_thread() is not threading.main_thread():
             return awaited(result)
         import asyncio  # imported here because most classes do not need it
@@ -141,7 +141,7 @@ class Agent(_InstanceHost):
 
 
 def awaited(result: Any) -> Any:
-    """Return a result of foreign code, awaited if it is awaitable."""
+    """Return a result of foreign code, awaiting it if it is awaitable."""
     if not inspect.isawaitable(result):
         return result
     import asyncio  # imported here because most classes do not need it

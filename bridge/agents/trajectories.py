@@ -78,7 +78,7 @@ class SequenceBuilder:
             self.kept += [NOT_SAMPLED] * count
 
     def completion(self, start: int) -> Completion:
-        """Return the sequence as a completion of the shared prompt, which is the first `start` tokens of its own."""
+        """Return the sequence as a completion of the group's shared prompt: the sequence's first `start` tokens."""
         rest = self.prompt[start:]
         count = len(rest)
         lines = [f"{entry.get('name', entry['role'])}: {entry['text']}" for entry in self.transcript]
@@ -111,7 +111,7 @@ class TrajectorySampler(GroupSampler):
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        """Return trajectories; the seed of a turn follows from the numbers of the trajectory and the turn.
+        """Sample trajectories. Each turn's seed is derived from the trajectory's number and the turn's.
 
         The group's prompt is the common prefix of all trajectories, because each may add different text to it.
         """

@@ -134,10 +134,10 @@ class AtroposApi:
     """
 
     def __init__(self, url: str, *, max_retries: int = 4) -> None:
-        """Do not connect yet.
+        """Create the client without connecting.
 
         Raises:
-            UsageError: `url` is not an address.
+            UsageError: `url` is not a valid URL.
         """
         self.url = url.rstrip("/")
         self.num_retries = 0
@@ -161,7 +161,7 @@ class AtroposApi:
     def register(self, trainer: TrainerInfo, **other: str | int) -> None:
         """Register a trainer. If one is registered already, the API silently keeps it: check `info` afterwards.
 
-        `other` are further fields of the API: `wandb_group` and `wandb_project` for the environments' runs,
+        `other` holds optional fields of the API: `wandb_group` and `wandb_project` for the environments' runs,
         `checkpoint_dir`, where environments save their state every `save_checkpoint_interval` steps (0 or less:
         never), `starting_step` (steps taken before), and `num_steps`, after which environments stop.
         """
@@ -194,7 +194,7 @@ class AtroposApi:
         self._parsed(self._send("POST", "scored_data_list", body), Received)
 
     def disconnect_environment(self, env_id: int) -> None:
-        """Report that an environment will not send anything more."""
+        """Report that an environment will send no more groups."""
         self._checked(self._send("POST", "disconnect-env", {"env_id": env_id}))
 
     def _send(self, method: str, route: str, body: object = None) -> httpx.Response:

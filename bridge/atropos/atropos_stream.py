@@ -189,7 +189,7 @@ class AtroposStream:
         answer = self._api.batch()
         if answer is not None and answer.status is None:
             return answer.batch
-        if answer is not None or self._api.info().batch_size == NO_TRAINER:  # restarted, or reset, which breaks /batch
+        if answer is not None or self._api.info().batch_size == NO_TRAINER:  # a reset breaks /batch
             self._longest = None
             logger.warning(f"the Atropos API at {self._api.url} has lost its trainer's registration: registering again")
             return None

@@ -1,4 +1,4 @@
-"""Feed an Atropos API with groups of one of Bridge's environments, only as many as its trainer can use.
+"""Feed an Atropos API with groups from one of Bridge's environments, no more than its trainer can use.
 
 Queued groups and groups in flight together never exceed `max_queued_batches` of the trainer's batches. Batches that the
 API has formed but the trainer has not taken yet do not count, because the API does not report them.

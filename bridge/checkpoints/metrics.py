@@ -88,7 +88,7 @@ def check_names(names: Collection[str], loss: str) -> None:
     """Check that a custom loss does not reuse the name of one of Bridge's own metrics.
 
     Raises:
-        UsageError: it does.
+        UsageError: a name is taken.
     """
     if taken := sorted(({*names} - {*OF_A_LOSS}) & {*METRICS, *TEXTS}):
         raise UsageError(

@@ -207,7 +207,7 @@ def _shortened(error: BaseException) -> str:
 
 
 def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrainedModel, Rounding | None]:
-    """Return the base model with the adapter merged into its weights, in `dtype` or its own, and the rounding loss.
+    """Return the base model with the adapter merged into it, in `dtype` or the base's own dtype, and the rounding loss.
 
     Each sum W + alpha / r B A is computed in float32, and rounded once.
 

@@ -136,9 +136,9 @@ class RunDirectory:
 
     @classmethod
     def of_checkpoint(cls, folder: Path, *, saved_by: Path) -> "RunDirectory":
-        """Return the run that a checkpoint belongs to: the one in which it lies, which may have been moved or copied.
+        """Return the run directory that contains a checkpoint, even if the directory was moved or copied.
 
-        Otherwise that of `saved_by`, the run directory that the checkpoint names.
+        If none contains it, return `saved_by`, the run directory that the checkpoint names.
         """
         around = cls(folder.absolute().parent.parent)
         its_saved = around.save_path
@@ -147,7 +147,7 @@ class RunDirectory:
 
     @classmethod
     def join(cls, path: Path) -> "RunDirectory":
-        """Open a run directory for a rank other than 0, which has claimed the directory and writes it.
+        """Open a run directory for a rank other than 0. Only rank 0, which has claimed the directory, writes into it.
 
         Raises:
             UsageError: no process has claimed it.
@@ -172,9 +172,9 @@ class RunDirectory:
 
     @property
     def save_path(self) -> Path | None:
-        """The folder of the run's checkpoints: the user's choice, else its own, also in a moved or copied run.
+        """The folder of the run's checkpoints: the one that the user chose, or `checkpoints` in this directory.
 
-        None if it is not known.
+        None if the run's choices cannot be read.
         """
         try:
             chosen = self.choices(derived=False)["save_path"]
@@ -246,7 +246,7 @@ class RunDirectory:
         return first.get("reward_mean") if first.get("step") == 0 else None
 
     def last_evaluated(self) -> int | None:
-        """Return the step of the last evaluation; None without one."""
+        """Return the step of the last evaluation; None if there was none."""
         if not self.evaluations.exists():
             return None
         steps: list[int] = [json.loads(line)["step"] for line in self.evaluations.read_text().splitlines()]

@@ -195,7 +195,7 @@ def over_cuda_ipc(uuid: str | None, environment: Mapping[str, str]) -> Check:
 
 
 def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
-    """Judge from how the exporter ended whether both processes used the same memory, and if not, why."""
+    """Judge from the exporter's output and exit whether both processes used the same memory, and if not, why."""
     trouble = trial.trouble()
     if trouble is None:
         value = trial.stdout.strip().rpartition("\n")[2].removeprefix(READ)
@@ -203,7 +203,7 @@ def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
         odd = f"the handle opened, but the first process read {value or 'nothing'} where the second wrote {MARK}"
         hint = "run both on the same GPU driver: bridge doctor inside the container that serves"
         return judged(CUDA, is_shared, SHARED if is_shared else odd, CUDA_EXPECTED, hint)
-    expandable: list[Cause] = [  # these can cause any error
+    expandable: list[Cause] = [  # their errors can have any text
         (("",), f"{variable} enables expandable segments", f"unset {variable}")
         for variable in ALLOCATOR_VARIABLES
         if EXPANDABLE in environment.get(variable, "")
@@ -238,7 +238,7 @@ def write_cuda(uuid: str) -> None:
 
     handle = CudaHandle.model_validate_json(sys.stdin.read())
     device = cuda_ipc.device_of(uuid)
-    torch.cuda.init()  # the opener expects an initialized CUDA
+    torch.cuda.init()  # a handle can be opened only after CUDA is initialized
     tensor = torch.empty(0, dtype=getattr(torch, handle.dtype), device=device)
     tensor.set_(cuda_ipc.open_storage(handle, device), handle.tensor_offset, handle.shape, handle.stride)
     tensor[MARKED_ELEMENT] = MARK

@@ -195,7 +195,7 @@ def is_half(config: Config | None) -> bool:
 def obstacles(config: Config) -> list[Obstacle]:
     """Return every obstacle that the configuration shows, the most serious first.
 
-    Source: `models/deepseek_v2.py` of vLLM 0.26 to 0.33, for what cannot be shared.
+    Source: `models/deepseek_v2.py` of vLLM 0.26 to 0.33, for weights that cannot be shared.
     """
     problems = []
     language = _language(config)

@@ -53,7 +53,7 @@ RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach agai
 
 
 def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iterator[Check]:
-    """Attach to the live server and yield one check per claim. The weights are the same afterwards.
+    """Attach to the live server and yield one check per claim. The weights are unchanged afterwards.
 
     Raises:
         AttachError: there is nothing to attach to, or the server refuses.
@@ -79,7 +79,7 @@ def proofs(
 ) -> Iterator[Check]:
     """Yield the checks of `verify` for a model that is already attached, in one or several `parts`.
 
-    `prepared` is the first part. The server computes with its `adapter` of this name; None: without an adapter.
+    `prepared` is the first part. The server computes with the adapter named `adapter`; None: without an adapter.
 
     The log-probabilities of several parts are computed by processes that attach to the manifest at `path`.
     """
@@ -279,7 +279,7 @@ def logprob_diffs(prepared: PreparedModel, groups: list[Group]) -> torch.Tensor:
         for group in groups
         for completion in group.completions
     ]
-    alone = packs(samples, max_tokens=1, device=prepared.model.device)  # packing cannot matter
+    alone = packs(samples, max_tokens=1, device=prepared.model.device)  # packing must not affect the result
     with torch.no_grad():
         return torch.cat([(prepared.logprobs(part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
 

@@ -135,7 +135,7 @@ def weights_open(manifest: Manifest) -> Check:
 
 
 def answers(manifest: Manifest) -> list[Check]:
-    """Request the server's health, the state of its fence, and a scan of its weights; stop where one fails."""
+    """Request the server's health, the state of its fence, and a scan of its weights; stop at the first failure."""
     checks: list[Check] = []
     with BridgeClient(manifest, timeout_s=ANSWER_TIMEOUT_S) as client:
         for request in (_health, _fence, _numbers):
@@ -230,7 +230,7 @@ def describe(pid: int | None) -> Process:
 def port(number: int, server_pid: int | None, others: Mapping[int, str] = MappingProxyType({})) -> Check:
     """Check that only the manifest's server listens on a port.
 
-    `others`: pid of each other running server of Bridge -> its name in messages.
+    `others` maps the pid of each other running Bridge server to the server's name in messages.
     """
     taken = listening()
     name = f"Port {number}"

@@ -66,7 +66,7 @@ class Config(Section):
         return config
 
     def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:  # noqa: ARG002
-        """Yield (key, reason, hint) for each choice given by a name that means something different where it comes from.
+        """Yield (key, reason, hint) for each choice given by a borrowed name that has another meaning at its origin.
 
         `names` maps each key to the name that the user gave.
         """

@@ -24,31 +24,31 @@ from bridge.errors import UsageError
 
 
 class Setting(NamedTuple):
-    """A choice, and which of its values a row is about."""
+    """A condition on one choice."""
 
     key: str
     """Key of the choice, or a property of `TrainConfig`."""
     matches: Callable[[Any], bool] | None
-    """Whether the row is about this value; None: about any value that the user gave."""
+    """Whether the condition holds for this value; None: it holds for any value that the user gave."""
 
 
 def on(key: str) -> Setting:
-    """Return the setting of a switch that is on."""
+    """Return a condition that matches a switch that is on."""
     return Setting(key, lambda value: value is True)
 
 
 def is_(key: str, *values: Any) -> Setting:
-    """Return the setting of a choice with one of these values."""
+    """Return a condition that matches any of these values."""
     return Setting(key, lambda value: value in values)
 
 
 def is_not(key: str, *values: Any) -> Setting:
-    """Return the setting of a choice with none of these values."""
+    """Return a condition that matches every value except these."""
     return Setting(key, lambda value: value not in values)
 
 
 def above(key: str, limit: float) -> Setting:
-    """Return the setting of a number that is greater than `limit`."""
+    """Return a condition that matches a number above `limit`."""
     return Setting(key, lambda value: value > limit)
 
 
@@ -58,13 +58,13 @@ def below(key: str, limit: float) -> Setting:
 
 
 def given(key: str) -> Setting:
-    """Return the setting of a choice that the user made, whatever its value."""
+    """Return a condition that matches any value that the user gave."""
     return Setting(key, None)
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Two choices that cannot be made together."""
+    """A pair of conditions that must not hold together."""
 
     first: Setting
     second: Setting
@@ -76,7 +76,7 @@ class Exclusion:
     """Further settings that must hold for the row to apply."""
 
     def error(self, configs: tuple[Config, ...], more: dict[str, Any]) -> UsageError | None:
-        """Return the error if both choices are made; None if they are not, or if one of them is unknown."""
+        """Return the error if both conditions hold; None if they do not, or if one of the values is unknown."""
         for key, matches in (self.first, self.second, *self.only_if):
             owner = _owner(key, configs)
             if key not in more and owner is None:
@@ -98,7 +98,7 @@ class Exclusion:
 def error(*configs: Config, **more: Any) -> UsageError | None:
     """Return the error for the first row that the configurations break; None if there is none.
 
-    `more` has values by key for choices that no configuration has, and overrides those that one has.
+    `more` maps keys to values. It adds choices that no configuration has, and overrides those in the configurations.
     """
     for row in EXCLUDED:
         if (broken := row.error(configs, more)) is not None:

@@ -56,7 +56,7 @@ class BytesPerParameter:
     def of(
         cls, name: OptimizerName, *, offload: bool = False, release: bool = False, weight_bytes: int = BF16_BYTES
     ) -> Self:
-        """Compute them from `--optimizer`, `--offload-optimizer`, `--gradient-release`, and the size of a weight."""
+        """Compute the bytes for `--optimizer`, `--offload-optimizer`, `--gradient-release` and the size of a weight."""
         spec = OPTIMIZERS[name]
         remainder = REMAINDER_BYTES if spec.has_master and weight_bytes == BF16_BYTES else 0
         summed = FLOAT32_BYTES if release else 0

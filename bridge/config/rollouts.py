@@ -1,4 +1,4 @@
-"""Choices of what is sampled and how: for every command that samples rollouts, and all choices of `bridge env`."""
+"""What is sampled and how: choices shared by all commands that sample rollouts, and every choice of `bridge env`."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -185,7 +185,7 @@ class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "ro
 
     @property
     def samples_here(self) -> bool:
-        """Return whether the run samples its own problems; else others sample from its servers, at known ports."""
+        """Return whether the run samples its own problems; otherwise other processes sample from its servers."""
         return self.source == "environment"
 
 

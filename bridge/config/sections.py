@@ -158,7 +158,7 @@ class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", 
 
     @property
     def steps_in_backward(self) -> bool:
-        """Return whether each parameter is stepped once its gradient is ready: an update is then one backward pass."""
+        """Return whether each parameter is stepped as soon as its gradient is ready: an update is one backward pass."""
         return self.gradient_release and not self.offload
 
 
@@ -212,7 +212,7 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
 
     @property
     def names(self) -> list[str]:
-        """Return the modules that get an adapter as a list."""
+        """Return a list of the modules that get an adapter."""
         return [name.strip() for name in self.target_modules.split(",")]
 
     @property

@@ -35,7 +35,7 @@ Urls = Annotated[str, AfterValidator(_urls)]
 
 def free_port(host: str) -> int:
     """Return a port that nothing listens on, and that no outgoing connection takes before the server binds it."""
-    draw = random.SystemRandom()  # processes that start together should not draw the same port
+    draw = random.SystemRandom()  # processes that start at the same time should not pick the same port
     for port in draw.sample(PORTS, len(PORTS)):
         try:
             with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):

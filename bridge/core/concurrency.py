@@ -18,7 +18,7 @@ from bridge.types import Result
 Item = TypeVar("Item")
 RETRY_S = 0.5
 GRACE_S = 2.0
-"""Time for a thread to stop after a second interrupt, before it is abandoned."""
+"""Time that a thread gets to stop after a second interrupt, before it is abandoned."""
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -51,7 +51,7 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
 def result_of(future: "Future[Result]", limit_s: float = math.inf) -> Result:
     """Return the result of a future, or raise its error; an interrupt ends the wait.
 
-    TimeoutError if it has no result after `limit_s`.
+    Raise TimeoutError if there is no result after `limit_s`.
     """
     deadline = time.monotonic() + limit_s
     wait_until(lambda seconds: wait([future], timeout=seconds).done or time.monotonic() > deadline)

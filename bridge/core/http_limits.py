@@ -16,7 +16,7 @@ BODY_LIMIT_S = 60.0
 """Longest wait for the complete body."""
 MOST_WAITING = 1024
 TICK_S = 1.0
-"""Most time that a single wait counts for: a longer one means that the event loop was blocked."""
+"""Upper bound on the time counted for one wait: if a wait took longer, the event loop was blocked."""
 START_POLL_S = 0.05
 Message = MutableMapping[str, Any]
 """An ASGI event."""

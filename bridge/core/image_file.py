@@ -20,11 +20,11 @@ MAX_PIXELS = 8192 * 8192
 """Largest image; converting one with twice as many pixels to RGB takes gigabytes of memory."""
 MAX_BYTES = 2**28
 MAX_READS = 1_000_000
-"""Most reads of one file. Pillow searches for the start of some formats byte by byte: a file of zeros takes hours."""
+"""Maximum reads per file. Pillow searches for the start of some formats byte by byte: a file of zeros takes hours."""
 
 
 class _Searched(io.BufferedReader):
-    """A file that limits the number of reads."""
+    """A file reader that raises after `MAX_READS` reads."""
 
     _num_reads = 0
 

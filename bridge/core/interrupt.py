@@ -57,7 +57,7 @@ def deferred_interrupt() -> Iterator[None]:
 def acting_interrupt() -> Iterator[None]:
     """Let the signals in `SIGNALS`, including deferred ones, take effect immediately, even within a deferring block.
 
-    A signal without a handler raises KeyboardInterrupt here: if it killed the process, nothing could be undone.
+    A signal without a handler raises KeyboardInterrupt here, because a killed process could not clean up.
     """
     with _handled_by(_outside) as before:
         came = []

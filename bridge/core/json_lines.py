@@ -15,7 +15,7 @@ from bridge.core.atomic_file import one_line_errors
 from bridge.core.foreign_code import described
 
 LONGEST_REPR = 10_000
-"""Most characters to write of the `repr` of a value that JSON cannot represent."""
+"""Maximum length of the `repr` written for a value that JSON cannot represent."""
 LONGEST_INTEGER = 14_000
 """Bits of the longest integer that Python writes in decimal."""
 
@@ -89,7 +89,7 @@ def cut(path: Path, step: int) -> int | None:
     if rest:
         rest = rest if rest.endswith(b"\n") else rest + b"\n"
         before = lost(path).read_bytes() if lost(path).exists() else b""
-        if not before.endswith(rest):  # otherwise a process was killed right after it moved them
+        if not before.endswith(rest):  # if it does, a killed process had already moved these lines
             atomic_file.replace(lost(path), before + rest)
         with one_line_errors(path):
             os.truncate(path, end)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def handled_by(handler: logging.Handler) -> Iterator[None]:
-    """Send Bridge's log records from the block to `handler`, at level INFO and above."""
+    """Send log records of Bridge to `handler` while the block runs, at level INFO and above."""
     logger = logging.getLogger("bridge")
     level = logger.level
     logger.addHandler(handler)
@@ -28,5 +28,5 @@ def info_once(logger: logging.Logger, line: str) -> None:
 
 @functools.cache
 def warn_once(logger: logging.Logger, line: str) -> None:
-    """Log a line as a warning, once in a process."""
+    """Log a warning only once per process."""
     logger.warning(line)

@@ -36,8 +36,8 @@ def compiling_ahead(
 
     With `lora` an adapter is trained, otherwise all weights.
 
-    vLLM compares the free memory at its start with that after loading. The stand-in therefore takes its memory before
-    the block, and torch's allocator keeps it until the end. An error costs only time.
+    vLLM compares the free memory at its start with that after loading. So the stand-in allocates its memory before
+    the block, and torch's allocator keeps it until the end. If compiling fails, only time is lost.
     """
     has_memory, is_over = threading.Event(), threading.Event()
 
@@ -95,7 +95,7 @@ def _unlogged(*loggers: logging.Logger) -> Iterator[None]:
 
 
 def _compile_step(prepared: PreparedModel, choices: OptimizerConfig, temperature: float, ranks: Ranks) -> None:
-    """Compile the rest of a step: the log-probabilities, and the update of a parameter."""
+    """Compile the remaining parts of a step: the log-probabilities, and the update of a parameter."""
     micro_batch = pass_cost.example(prepared.model, 64, 32)
     trained = layers.first_trained(prepared.model)
     logprobs_N, _ = prepared.logprobs(micro_batch, temperature)

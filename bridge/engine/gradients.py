@@ -148,7 +148,7 @@ class Gradients:
         samples = [self._samples[index] for index in batch.indices]
         sizes = [sample.num_trained for sample in samples]
         of_samples = [*logprobs_NX.split(sizes)]
-        if batch.several is not None:  # filled up to the most that a sample has
+        if batch.several is not None:  # drop the padding to the batch's largest number of targets
             of_samples = [
                 of_sample_NK[:, : sample.num_targets] if sample.num_targets else of_sample_NK[:, 0]
                 for of_sample_NK, sample in zip(of_samples, samples, strict=True)
@@ -157,7 +157,7 @@ class Gradients:
         self._entropies.update(zip(batch.indices, entropies_N.split(sizes), strict=True))
         self._entropy += entropies_N.sum(dtype=torch.float64)
         self._num_tokens += len(logprobs_NX)
-        if batch.several is None:  # of several, none is the one that the server sampled
+        if batch.several is None:  # the server's log-probs are comparable only for sampled tokens
             sequences_N = self._spec.weighted_sequences(batch)
             self._tally += measure(logprobs_NX, batch.sampled_logprobs_N, self._spec.correction, sequences_N)
 

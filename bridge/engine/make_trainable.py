@@ -77,7 +77,7 @@ def trainable_of(
     trained, otherwise all weights. `seed` is for stochastic rounding, and errors name `model_name`.
 
     Raises:
-        UsageError: it does not fit into memory.
+        UsageError: the model does not fit into memory.
         UnsupportedModelError: the reference cannot be prepared like the model.
     """
     model = opened.model
@@ -179,5 +179,5 @@ def _replicated(model: PreTrainedModel, parallel: Parallel) -> Replicated:
         if parallel.part in shared.parts[1:]:
             own = shared.of(parameter.detach(), parallel.cuts[parallel.part][shared.name])
             start = int(own.storage_offset() - parameter.storage_offset())
-            others.append(range(start, start + own.numel()))  # rows, which the layout checks
+            others.append(range(start, start + own.numel()))  # contiguous: the layout check requires full rows
     return counted_elsewhere

@@ -13,7 +13,7 @@ TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules"}
 
 
 def lora_of(settings: Any, model: str | Path) -> LoraConfig:
-    """Return the settings of an adapter of `model` as Bridge's `LoraConfig`, which is returned unchanged if given.
+    """Convert an adapter's settings to Bridge's `LoraConfig`; a `LoraConfig` of Bridge is returned unchanged.
 
     The default `target_modules` are PEFT's for models of this type.
 

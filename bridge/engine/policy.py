@@ -278,7 +278,7 @@ class Policy:
         """The model with the optimizer of `config` and its memory budget, created at the first use.
 
         Raises:
-            UsageError: it does not fit into memory, or the policy is read-only.
+            UsageError: the optimizer does not fit into memory, or the policy is read-only.
             UnsupportedModelError: the model cannot be trained as configured.
         """
         self._refuse_to_write()
@@ -495,9 +495,9 @@ class Policy:
     def forward(
         self, samples: Sequence[Sample], loss: Loss | LossConfig | None = None, *, are_own: bool = False
     ) -> Passes:
-        """Compute what `forward_backward` does of these samples, without gradients, and leave those that there are.
+        """Compute the results of `forward_backward` without adding gradients; existing gradients stay.
 
-        The server's KV cache keeps its memory.
+        The server keeps the memory of its KV cache.
 
         Raises:
             UsageError: as `forward_backward`.
@@ -565,7 +565,7 @@ class Policy:
             raise
 
     def drop_gradients(self) -> None:
-        """Forget the gradients that no step has taken."""
+        """Drop the gradients that no step has used."""
         self._refuse_to_write()
         with self._alone("drop_gradients"):
             self._wake(UsageError("the gradients were dropped", hint="repeat the passes"))
@@ -780,7 +780,7 @@ class Policy:
                     self._cancel_sampling()  # in other threads: the server would not answer
                 raise
             if self._failed:
-                self._drop_gradients()  # of the update that failed
+                self._drop_gradients()  # those of the failed update
             self._failed = ""
             self._run_folder.add_fence(window.times)
 
@@ -836,7 +836,7 @@ class Policy:
             self._restore("load", source, 0, self._restart_optimizer)
 
     def _restart_optimizer(self) -> None:
-        """Forget the optimizer's moments and what it knows of weights beyond their stored words."""
+        """Reset the optimizer's moments, and the extra bits that it keeps of each weight."""
         if "trainable" in vars(self):
             self.trainable.optimizer.reset({})
 
@@ -928,7 +928,7 @@ class Policy:
         """Write weights and tokenizer to a folder that transformers can load, atomically; return the folder.
 
         With a `step` the folder is a checkpoint, by default `checkpoints/step_N` in the run directory, and `resume`
-        loads it. It also has the state of `optimizer` (by default the policy's own if it has stepped, else that of the
+        loads it. It also has the state of `optimizer` (by default the policy's own if it has stepped, or that of the
         last `update`), torch's random state and a checksum of every file.
 
         Raises:
@@ -1124,7 +1124,7 @@ class Policy:
                 hint=instead,
             )
 
-    # Parts of the calls above.
+    # Helpers of the calls above.
 
     def _gradients(
         self,
@@ -1222,7 +1222,7 @@ class Policy:
             self._sampler.loop.cancel()
 
     def _factors(self) -> Mapping[Tensor, float]:
-        """Return the factors by which trained parameters are stored multiplied."""
+        """Return the factor that each trained parameter's stored value is multiplied by."""
         return {self.model.get_parameter(name): factor for name, factor in self.opened.lr_factors.items()}
 
 

@@ -57,7 +57,7 @@ class Reference:
 def check(model: str, reference: str | None) -> None:
     """Check the reference model, if there is one, before any memory is allocated.
 
-    UsageError: its vocabulary differs from the trained model's. UnsupportedModelError: it is one of several parts.
+    UsageError: the vocabularies differ. UnsupportedModelError: the model is split into tensor-parallel parts.
     """
     if reference is None:
         return

@@ -44,7 +44,7 @@ class RunFolder:
     """The run directory of one loop, created when the first file is written, or reopened by `newest`."""
 
     def __init__(self, given: Path | None, model: str, sampling: SamplingConfig) -> None:
-        """Remember the folder to use: `given`, or a new one under `runs/`."""
+        """Choose the folder: `given`, or a new one under `runs/`."""
         self._given = given
         self._model = model
         self._sampling = sampling
@@ -77,13 +77,13 @@ class RunFolder:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Count the time of a block as spent on rollouts."""
+        """Count the time spent in the block as rollout time."""
         start = time.perf_counter()
         yield
         self._sampled_s += time.perf_counter() - start
 
     def add_fence(self, times: FenceTimes) -> None:
-        """Add a fence to the step that is logged next."""
+        """Add the times of a fence to the next logged step."""
         self._fences = [*self._fences[-99:], times]
 
     def log(self, step: int, groups: Any, given: Mapping[str, Any], *, version: int, device: str) -> None:

@@ -1,6 +1,6 @@
 """Distribute the samples of an update among replicas, so that each gets about the same number of tokens.
 
-A rank has the bytes of images in prompts that it sampled; it receives those of other samples that it trains on.
+A rank has the image bytes of the prompts that it sampled, and receives those of the other samples it trains on.
 """
 
 import math
@@ -56,7 +56,7 @@ def exchanged_images(
         return here
     with deferred_interrupt():  # an interrupted exchange would leave the other ranks waiting
         held = ranks.all_gather_object([*here])
-        senders: dict[str, int] = {}  # the first rank that has one
+        senders: dict[str, int] = {}  # by digest: the first rank that has the image
         for rank, digests in enumerate(held):
             for digest in digests:
                 senders.setdefault(digest, rank)

@@ -1,4 +1,4 @@
-"""What is trained: a prepared model, its optimizer and the memory of its passes, without a server.
+"""The trainable part of a policy: a prepared model, its optimizer and its memory budget, without a server.
 
     add_gradients    run the passes of an update forward and backward
     exchange         sum the gradients over all ranks, and return their norm

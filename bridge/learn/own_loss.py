@@ -77,10 +77,10 @@ class OwnLoss:
         return paths.expanded(self.name.rpartition(":")[0]).resolve()
 
     def __call__(self, tensors: LossTensors) -> tuple[Tensor, dict[str, Any]]:
-        """Return each token's term, [N], or the micro-batch's part of the loss, []; and the metrics by name.
+        """Return the loss, as one term per token [N] or as the micro-batch's sum [], and the metrics by name.
 
         Raises:
-            RewardError: the function raised, or returned something else.
+            RewardError: the function raised, or its result is unusable.
         """
         versions = _versions(tensors)
         with foreign_code(f"--loss {self.name}", str(self.file)):

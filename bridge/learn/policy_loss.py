@@ -96,7 +96,7 @@ class LossSpec:
 
 
 LOSSES: Mapping[str, LossSpec] = {
-    # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; it gives no clip, so PPO's, arXiv 1707.06347, section 6.1
+    # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; clip: PPO, arXiv 1707.06347, section 6.1
     "grpo": LossSpec(aggregation="sequence_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2),
     # Dr. GRPO, arXiv 2503.20783, section 3.2: divides neither by a length nor by a standard deviation
     "dr_grpo": LossSpec(aggregation="constant", advantage_scale="none", clip_low=0.2, clip_high=0.2),
@@ -108,7 +108,7 @@ LOSSES: Mapping[str, LossSpec] = {
     ),
     # CISPO, in MiniMax-M1, arXiv 2506.13585, section 3.1: no lower clip; upper clip 5 as in ScaleRL, 2510.13786
     "cispo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=1, clip_high=4, clipped="weight"),
-    # RLOO, arXiv 2402.14740: its gradient over a constant; it has no clip, but later updates need one, so PPO's
+    # RLOO, arXiv 2402.14740, divided by a constant; RLOO does not clip, but later updates need PPO's clip
     "rloo": LossSpec(aggregation="constant", advantage_scale="leave_one_out", clip_low=0.2, clip_high=0.2),
 }
 """The choices of each loss's paper, by name."""
@@ -184,7 +184,7 @@ def policy_loss(
 
 
 def _pair(total: Tensor, count: Any, *, like: Tensor) -> Tensor:
-    """Return a sum and its number of tokens as one tensor, without waiting for the device."""
+    """Return a metric's total and token count as one tensor, without waiting for the device."""
     number = count.double().sum() if isinstance(count, Tensor) else like.new_full((), count, dtype=torch.float64)
     return torch.stack([total.sum(dtype=torch.float64), number.detach()])
 

@@ -139,7 +139,7 @@ def _sample(group: Group, completion: Completion, advantages: tuple[float, ...],
     tokens = completion.token_ids
     sampled = completion.sampled
     assert len(tokens) == len(completion.logprobs), (tokens, completion.logprobs)
-    first = 0 if sampled is None else sampled.index(True)  # tokens before it are treated like the prompt
+    first = 0 if sampled is None else sampled.index(True)  # earlier tokens are treated like the prompt
     return Sample(
         prompt_token_ids=group.prompt_token_ids + tokens[:first],
         images=group.images,
@@ -154,7 +154,7 @@ def _sample(group: Group, completion: Completion, advantages: tuple[float, ...],
 
 
 def _centered(rewards: Sequence[float]) -> list[float]:
-    if not rewards or max(rewards) == min(rewards):  # their mean may differ from them by rounding
+    if not rewards or max(rewards) == min(rewards):  # rounding may make the mean differ from equal rewards
         return [0.0] * len(rewards)
     middle = mean(rewards)
     return [reward - middle for reward in rewards]
@@ -185,7 +185,7 @@ def _compared(group: Group) -> list[list[float]]:
 
 
 def _of_tokens(group: Group, by_turn: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """Return an advantage per token, given the advantages of the lists of `_compared`."""
+    """Return an advantage per token, given the advantages for the lists from `_compared`."""
     turns = [iter(advantages) for advantages in by_turn]
     each_own = [[next(turns[turn]) for turn in range(len(rewards))] for rewards in group.turn_rewards]
     return tuple(

@@ -82,7 +82,7 @@ class LoraMemory(_LoraMode, PatchedServer):
 
     @contextmanager
     def publish(self, update: Update) -> Iterator[Window]:
-        """Let the block write inside the fence; without a checkpoint yet, the initial adapter repairs a torn server."""
+        """Let the block write inside the fence. Without a checkpoint, the initial adapter repairs a torn server."""
         repair = update.last_checkpoint or self._run.scratch / ADAPTER
         with super().publish(replace(update, last_checkpoint=repair)) as window:
             yield window
@@ -291,14 +291,14 @@ class LoraDisk(_LoraMode):
     def _serve_first(self) -> None:
         """Let the server load the adapter, and unload those of earlier runs; AttachError if the server is torn."""
         if isinstance(self._client, BridgeClient) and self._exported is not None:
-            self._client.status().refuse_torn()  # resuming would not repair it, since nothing is written in place
+            self._client.status().refuse_torn()  # this mode rewrites no weights, so it could not repair them
             if self._exported.shards[0].lora_slots:  # an earlier run may have trained in one of them
                 self._client.release_adapter()
         earlier = self._client.earlier_adapters()
         self._served.clear()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
         self._serve(self.version + 1)
-        for name in earlier:  # last: the next run must find the newest version
+        for name in earlier:  # only now: after an interrupt, the next run must find the highest version
             self._client.unload_adapter(name)
 
     def _newest_served(self) -> int:
@@ -307,7 +307,7 @@ class LoraDisk(_LoraMode):
         return max([int(suffix) for suffix in suffixes if suffix.isdecimal()], default=-1)
 
     def _serve_next(self, version: int) -> int:
-        """Let the server load the adapter, then drop the versions that in-flight requests can no longer name."""
+        """Let the server load the adapter, then unload the versions that in-flight requests can no longer use."""
         self._serve(version)
         while len(self._served) > 1 + self._config.rollouts.max_staleness:  # vLLM may read the files after it returns
             before = self._served.pop(0)
@@ -332,6 +332,6 @@ def _fits(slot: LoraSlot, ours: Matrices) -> bool:
 
 
 def _stored_equal(slot: Matrices, ours: Matrices) -> bool:
-    """Compare up to rounding, since saving divides B by the scaling and loading multiplies it again."""
+    """Compare up to rounding: saving divides B by the scaling, and loading multiplies B by it."""
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
     return all(torch.allclose(theirs.float(), held.float(), rtol=1 / 64, atol=1e-6) for theirs, held in pairs)

@@ -1,4 +1,4 @@
-"""The base class of the modes, the context that a run gives its mode, and the policy for pausing its server."""
+"""The base class of the modes, the context that a run passes to its mode, and when the mode's server pauses."""
 
 import logging
 import shutil
@@ -46,7 +46,7 @@ class RunContext:
     """Whether this process never writes, so that a different process may train on the same server."""
 
     def saved(self, name: str, save: Callable[[Path], None]) -> Path:
-        """Let `save` fill a scratch folder, and return it. It is not fsynced: no server survives a machine crash."""
+        """Let `save` fill a scratch folder, and return it. It is not fsynced: a machine crash also ends the servers."""
         folder = (self.scratch / name).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder.write(folder, replaceable=lambda _: True, durable=False) as partial:
@@ -60,7 +60,7 @@ class RunContext:
             self.scratch.rmdir()
 
     def server_is_lost(self, client: VllmClient) -> bool:
-        """Return whether this replica's server died; with a single replica, the dead server is always its own."""
+        """Return whether this replica's server died. With a single replica, a dead server is always this replica's."""
         if self.ranks.dp_size == 1:
             return True
         try:
@@ -87,7 +87,7 @@ class PausePolicy:
     def of(cls, publishing: PublishingConfig, *, max_staleness: int, can_sleep: bool, shares_gpu: bool) -> Self:
         """Derive the policy for a run.
 
-        `can_sleep`: the server can free its KV cache. `shares_gpu`: the server samples on the GPU that this process
+        `can_sleep`: the server can free its KV cache. `shares_gpu`: the server samples on the GPU on which this process
         computes on, so that overlapping the two would only slow both down.
         """
         if publishing.kv_sleep == "always" and not can_sleep:

@@ -124,7 +124,7 @@ class Restart(OwnCopy):
         return 0.0
 
     def _start(self, model: str | Path, version: int, *, is_needed: bool = True) -> None:
-        """Serve `model` as `version`; without `is_needed`, the server already has these weights and keeps running."""
+        """Serve `model` as `version`. Unless `is_needed`, the server already has these weights and keeps running."""
         self._run.ranks.run_on_all(lambda: self._process.restart(model) if is_needed else None)
         self.version = version
         self._num_behind = 0

@@ -73,7 +73,7 @@ class PatchedServer(Mode):
         self._attached = reattach(self._attached, self.manifest)
 
     def _newest(self) -> int:
-        """Return the highest version of all ranks' servers: others may have published one that this server did not."""
+        """Return the highest version of all ranks' servers: one of them may be ahead of this rank's."""
         ranks = self._run.ranks
         if ranks.world_size == 1:
             return self.version
@@ -223,7 +223,7 @@ class SharedVllm(PatchedServer):
         model = self._attached.model
         parts = self._parts
         model_folder.check(model, checkpoint, parts)  # before the server pauses
-        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):  # even a torn server
+        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):  # even if torn
             model_folder.load_into(model, checkpoint, parts)
 
     def revive(self, checkpoint: Path | None) -> None:

@@ -76,7 +76,7 @@ class Receivers:
     def _resume(self, server: Receiver) -> None:
         try:
             server.resume()
-        except (ServerUnreachableError, UsageError) as error:  # it may be dead, or resume once the others have joined
+        except (ServerUnreachableError, UsageError) as error:  # dead, or resumes after the others join
             logger.warning(f"{error.message}; {error.hint}")
 
     def publish(self, version: int) -> int:
@@ -136,7 +136,7 @@ class Receivers:
 
 
 class Transfer(OwnCopy):
-    """`--reload transfer`: servers that share no memory with the trainer, and that this run need not have started."""
+    """`--reload transfer`: servers that share no memory with the trainer, and may not be part of this run."""
 
     version = -1
     """-1 until weights are sent."""
@@ -170,7 +170,7 @@ class Transfer(OwnCopy):
 
     @contextmanager
     def publish(self, update: Update) -> Iterator[Window]:
-        """Let the block write, and send the weights; AttachError if a server lost those that it was last sent."""
+        """Let the block write, and send the weights; AttachError if a server lost the last weights sent to it."""
         self.check_served()
         with super().publish(update) as window:
             yield window
@@ -181,7 +181,7 @@ class Transfer(OwnCopy):
                 server.check_served()
 
     def open(self) -> OpenedModel:
-        """Load the model, connect to the workers of all servers, and send it: earlier runs may have changed theirs."""
+        """Load the model, connect to all servers' workers, and send it: earlier runs may have changed their weights."""
         opened = super().open()
         if opened.device.type != import_module(SENDER).DEVICE:
             raise UsageError(
@@ -312,4 +312,4 @@ def _url(name: str) -> str:
     if "://" not in name:
         address = name if ":" in name else f"{LOOPBACK}:{name}"
         url = f"http://{address}"
-    return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as Bridge's servers write it
+    return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # the form that Bridge's servers use

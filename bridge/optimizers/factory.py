@@ -64,7 +64,7 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
     """
     scheduler = get_scheduler(
         choices.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # instead of ours, whose `step` would be wrapped
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # a dummy, because the scheduler wraps `step`
         num_warmup_steps=choices.warmup_steps * choices.updates_per_step,
         num_training_steps=training_steps * choices.updates_per_step,
     )
@@ -73,7 +73,7 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
 
 
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:
-    """Return the parameter group with which a parameter that is stored multiplied by `factor` trains as if unscaled.
+    """Return a parameter group in which a parameter that is stored scaled by `factor` trains as if it were unscaled.
 
     If B is stored as B' = factor * B, the gradient of B' is 1 / factor of B's. With this group's hyperparameters AdamW
     takes the same steps of B, including decay, eps and clipping.
@@ -88,7 +88,7 @@ def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: f
 
 
 def with_factors(groups: Iterable[dict[str, Any]], factors: Mapping[Tensor, float]) -> list[dict[str, Any]]:
-    """Return a user's groups; parameters that are stored multiplied by a factor get their own (`scaled_group`)."""
+    """Return a user's groups; parameters that are stored scaled by a factor get separate groups (`scaled_group`)."""
     made: list[dict[str, Any]] = []
     for group in groups:
         scaled = [parameter for parameter in group["params"] if factors.get(parameter, 1.0) != 1.0]

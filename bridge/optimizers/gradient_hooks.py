@@ -40,7 +40,7 @@ def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
 
 @contextmanager
 def each_gradient(parameters: Iterable[Tensor], take: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `take` with each parameter once a backward pass inside has completed its gradient, then drop the gradient.
+    """Call `take` with each parameter as soon as its gradient is complete inside the block, then drop the gradient.
 
     A parameter that is used in several places, such as a tied embedding, is completed once, with the sum.
     """

@@ -77,7 +77,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         eps: float | None = None,
         weight_decay: float | None = None,
     ) -> None:
-        """Step all parameters with these from now on; None: with those that the optimizer was made with."""
+        """Step all parameters with these values from now on; None: with the values given at construction."""
         for group, made_with in zip(self.param_groups, self._made_with, strict=True):
             group.update(made_with)
             if betas is not None:
@@ -112,7 +112,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     def _step(self, norm: float, max_norm: float) -> None: ...
 
     def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
-        """Consume each gradient as soon as a backward pass inside has completed it; `step` ends the update."""
+        """Consume each gradient as soon as it is complete inside the block; `step` ends the update."""
         raise NotImplementedError
 
     def allocate(self) -> None:
@@ -125,7 +125,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         """Sum the gradients over all ranks; every rank calls this before `global_norm`.
 
         Raises:
-            UsageError: this optimizer cannot, so the ranks' weights would diverge.
+            UsageError: this optimizer cannot exchange gradients, so the ranks' weights would diverge.
         """
         raise UsageError(
             f"{type(self).__name__} does not sum gradients over ranks, so the ranks' weights would diverge",
@@ -137,7 +137,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         return dict(self.state[parameter])
 
     def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Copy a result of `parts`, or some entries of one, into the state of `parameter`."""
+        """Copy the result of `parts`, or some of its entries, into the state of `parameter`."""
         own = self.parts(parameter)
         for name, part in parts.items():
             own[name].copy_(part)
@@ -210,7 +210,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
-        copies = {(index, name): state[index][name].clone() for index, name in held}  # may be the same tensors
+        copies = {(index, name): state[index][name].clone() for index, name in held}  # both may be the same tensors
         self.reset({parameters[index]: parts["step"] for index, parts in state.items()})
         for (index, name), copy in copies.items():
             self.put(parameters[index], {name: copy})

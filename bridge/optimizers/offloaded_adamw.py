@@ -1,4 +1,4 @@
-"""AdamW with a float32 master and its moments in host memory, for models whose state does not fit beside the weights.
+"""AdamW with a float32 master and its moments in host memory, for models whose state does not fit next to the weights.
 
     gradient, on the device ---> pinned buffer ---> float32 sum, or one chunk
     weight, on the device   <--- pinned buffer <--- float32 master, stepped by torch's fused AdamW
@@ -35,12 +35,12 @@ CHUNK_ELEMENTS = 2**22
 """Elements per copy: a buffer takes 16 MiB, and the host's temporaries reuse memory that the allocator keeps."""
 BUFFER_BYTES = 4 * CHUNK_ELEMENTS
 IN_FLIGHT = 3
-"""How many copies to the host may be in flight while the host works on earlier ones."""
+"""Maximum number of copies to the host in flight while the host works on earlier ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeMaster(Kind):
-    """State that includes the full float32 master."""
+    """AdamW's state with a full float32 master per weight."""
 
     def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:  # noqa: ARG002  the same for all
         return {MASTER: StateTensor(torch.float32), **self.moments.parts}

@@ -152,7 +152,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         parts = slab.parts(slab.members[index], self._gathered[1])
         later = [member.parameter for member in slab.members[index + 1 :]]
         if not later or (self._steps[parameter] and not any(self._steps[member] for member in later)):
-            self._gathered = None  # large, and no later member needs it: without an update it has no state
+            self._gathered = None  # large, and later members do not need it
         return parts
 
     def reset(self, num_updates: Mapping[Tensor, int]) -> None:

@@ -23,14 +23,14 @@ from bridge.optimizers.split_master import Kind
 from bridge.ranks.world import ALONE, Ranks
 
 SMALL_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
-"""Parameters up to this size are gathered: a GPU steps one, copies included, faster than it launches a kernel."""
+"""Parameters up to this size are gathered: copying and stepping one takes a GPU less time than launching a kernel."""
 SLAB_ELEMENTS = {"cuda": 2**26, "cpu": 2**18}
-"""Most elements of the parameters in one slab of gathered ones; their weights and gradients are briefly copied."""
+"""Maximum number of elements in a slab of gathered parameters, whose weights and gradients are briefly copied."""
 PIECE_ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
-"""Most elements of a large parameter per call. On a GPU one kernel needs no temporaries; on a CPU they should fit the
+"""Maximum elements of a large parameter per call. On a GPU a kernel needs no temporaries; on a CPU they should fit the
 caches."""
 LEAST_ROWS = 2
-"""Fewest rows of a parameter, and of a piece of one, since torch specializes on tensors with a single row."""
+"""Minimum number of rows of a parameter or a piece, since torch specializes on tensors with a single row."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Slab:
         self.state.update(made)  # either all tensors or, if memory ran out, none
 
     def own(self, member: Member) -> range:
-        """Return the rows of a member that this rank has."""
+        """Return this rank's rows of a member."""
         first = max(self.mine.start, member.rows.start)
         return range(first, max(first, min(self.mine.stop, member.rows.stop)))
 
     def held(self, rows: range) -> slice:
-        """Return the position of these rows, which this rank has, in its state tensors."""
+        """Return the position of these rows of this rank in its state tensors."""
         return slice(rows.start - self.mine.start, rows.stop - self.mine.start)
 
     def parts(self, member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

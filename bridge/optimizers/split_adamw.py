@@ -50,7 +50,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         super().allocate()
         for slab in self._slabs:
             weight = slab.members[0].parameter
-            several = self._ranks.world_size > 1  # sum in float32
+            several = self._ranks.world_size > 1  # several ranks sum in float32
             self._update(weight.dtype, torch.float32 if several else weight.grad_dtype or weight.dtype)
 
     def expect(self, gradients: torch.dtype) -> None:

@@ -70,7 +70,7 @@ class Coefficients(NamedTuple):
     step_size: float  # learning rate over the first moment's bias correction
     root_bias2: float  # square root of the second moment's bias correction
     eps: float
-    largest: float  # largest ratio of first moment to denominator that exact moments can have, whatever the gradients
+    largest: float  # upper bound of first moment / denominator for exact moments, whatever the gradients
     max_norm: float  # norm to which the gradient is clipped
 
     @classmethod

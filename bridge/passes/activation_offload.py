@@ -1,4 +1,4 @@
-"""Activation offloading: tensors that layers keep for the backward pass wait in host memory.
+"""Activation offloading: keep tensors that layers save for the backward pass in host memory.
 
 Recomputed layers keep their inputs, and compiled ones may also keep attention's output. Each of these tensors is copied
 to pinned memory on a separate stream while the next layer computes; then its GPU memory is freed. In the backward pass,
@@ -42,7 +42,7 @@ class _Kept:
         self._stream: torch.cuda.Stream | None = None
 
     def __del__(self) -> None:
-        """Let the memory of tensors that are still being copied be reused only after their copies."""
+        """Make the computing stream wait for pending copies, so that their tensors' memory is not reused too early."""
         for tensor, event in self._here.values():
             _wait(tensor, event)
 

@@ -37,21 +37,21 @@ KERNEL_HEAD_SIZE = 256
 LEAST_FILLED = 0.7
 """The shortest sequence in a block has at least this share of the longest one's keys."""
 ENOUGH = 16
-"""A block of this many sequences ends at the next change of length: equal lengths need no padding."""
+"""A block with this many sequences ends where the length changes next, since equal lengths need no padding."""
 
 Span = tuple[int, int]
 """Number of tokens, and number of keys: the span's own tokens and the ones before it that it attends to."""
 
 
 class Attended(NamedTuple):
-    """The keys that packed spans attend to if they share prompts; one object, so that a model passes on all or none."""
+    """The keys that packed spans attend to if they share prompts; one object, which a model cannot pass on in part."""
 
     keys_U: Tensor
     """int64: indices in T."""
     starts_S1: Tensor
     """int32: where each span's keys begin in U, then U itself."""
     longest: int
-    """The most keys that a span has."""
+    """The largest number of keys of a span."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ def similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, rule: Rule) -> Tensor:
-    """Attend in rows as long as the block's longest span; no span attends to the padding after it."""
+    """Attend in rows as long as the block's longest span. Spans do not attend to the padding that follows them."""
     queries, keys = (Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
     seen = None
     if any(span != spans[0] for span in spans) and any(few < many for few, many in spans):

@@ -45,7 +45,7 @@ WORDS = {
 WAYS = (ALL, *WORDS)
 """Every choice of kept activations, from most to least device memory."""
 MASKED_TOKENS = 8_192
-"""Most tokens in a micro-batch if the attention is not Bridge's: its mask grows quadratically."""
+"""Maximum number of tokens in a micro-batch if the attention is not Bridge's, since its mask grows quadratically."""
 ENOUGH_TOKENS = 2_048
 """A micro-batch of fewer tokens leaves a GPU partly idle; recomputing activations to fit more is faster."""
 SHARE = 0.85
@@ -54,7 +54,7 @@ BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the larges
 """The cost of summing gradients in bf16: each addition is off by up to 1/256 of its result. Errors add up like noise
 if gradients are noisy; if all gradients are equal, all errors have the same sign."""
 WORTH_IT = 0.9
-"""Float32 gradients are used if they leave room for this share of the budget: an adapter's take next to nothing."""
+"""Float32 gradients are used if they leave room for this share of the budget; an adapter's need almost no memory."""
 
 
 class Budget:
@@ -146,7 +146,7 @@ class Budget:
     def shrink(self, error: torch.OutOfMemoryError) -> None:
         """Use less memory from now on; the caller retries from the first micro-batch.
 
-        UsageError: a single sequence does not fit, even with recomputed activations.
+        Raise UsageError if a single sequence does not fit even with recomputed activations.
         """
         assert self._tokens is not None, "no budget was requested yet"
         let_go(error, self._model.device)
@@ -260,7 +260,7 @@ class Budget:
     def _widen(self, tokens: int) -> bool:
         """Decide whether gradients are summed in float32: yes if that leaves enough memory for the passes."""
         more = _widening_bytes(self._model)
-        if not more or self._optimizer.gradient_release:  # sums in host memory, or needs only one pass
+        if not more or self._optimizer.gradient_release:  # gradients are summed in host memory, or one pass is enough
             return False
         chosen = self._compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)
@@ -273,7 +273,7 @@ class Budget:
         return fits
 
     def _free(self) -> float:
-        """Return the bytes that a pass may take beside all gradients, or beside the largest if they are released."""
+        """Return the bytes left for a pass next to all gradients, or next to the largest if gradients are released."""
         sizes = [p.nbytes for p in self._model.parameters() if p.requires_grad and p.grad is None]
         pending: int = sum(sizes)
         if self._optimizer.gradient_release:

@@ -192,7 +192,7 @@ def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
     outputs = norm.outputs
     num_own = own.shape[-1]
     assert isinstance(outputs, Outputs)
-    if num_own == outputs.num_all:  # a norm outside of cut layers
+    if num_own == outputs.num_all:  # a norm outside sharded layers
         return type(norm).forward(norm, own)  # type: ignore[no-any-return]
     filled = nn.functional.pad(
         own * float(outputs.is_first), (outputs.start, outputs.num_all - outputs.start - num_own)

@@ -3,7 +3,7 @@
 Matrix products, recurrent states and attention are counted exactly for the spans of a pass: each query with the keys
 that it may attend to, each shared prompt once, and only the experts that a token is routed to. An update counts as one
 forward and one backward pass. Recomputed activations, log-probs from before the first update, and the reference are not
-counted: they depend on how one chooses to train.
+counted: they depend on the training setup.
 
 Source: the terms are those of PaLM (arXiv 2204.02311, appendix B). PaLM counts attention without its causal mask,
 which is twice as many operations for long sequences.

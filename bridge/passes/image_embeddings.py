@@ -55,7 +55,7 @@ class Gathered:
     def add(self, images: Images | None, indices: range, first: int) -> None:
         """Add a sequence whose prompt has these images: its tokens from `first` on, which are at `indices` in T."""
         self._positions[indices.start] = positions(first + len(indices), images)[:, first:]
-        if images is not None and first == 0:  # otherwise it is a completion of a shared prompt
+        if images is not None and first == 0:  # otherwise this is a completion whose prompt is shared
             self._images[indices.start] = images
 
     def packed(self, device: torch.device) -> PackedImages:
@@ -163,5 +163,5 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
 
 
 def _of_all(several: Iterable[Tensor | Sequence[Tensor]]) -> Tensor:
-    """Return all images' embeddings as one tensor; transformers splits them by image, before 5.18 only sometimes."""
+    """Join all images' embeddings into one tensor: transformers splits them by image, before 5.18 in some models."""
     return torch.cat([one for embeds in several for one in ([embeds] if isinstance(embeds, Tensor) else embeds)])

@@ -22,7 +22,7 @@ from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Images
 
 NUM_PROMPTS = 2
-"""How many prompts are compared, packed together."""
+"""Number of prompts that are packed together and compared."""
 TOLERANCE = 1 / 16
 """Largest relative difference of embeddings that counts as rounding: the tower may get all images of a pack together.
 
@@ -54,7 +54,7 @@ def prove(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
 
 
 def _prompt_of(sample: Sample, number: int) -> Sample:
-    """Return a sample of only this sample's prompt: its last token becomes the completion, `number` the weight."""
+    """Return a sample of the prompt only: the prompt's last token becomes the completion, and `number` the weight."""
     *prompt, last = sample.prompt_token_ids
     return Sample(
         prompt_token_ids=tuple(prompt), token_ids=(last,), images=sample.images, sampled_logprobs=(0.0,),

@@ -130,9 +130,9 @@ def _num_kinds(model: PreTrainedModel) -> int:
 
 
 def let_inputs_need_gradients(model: PreTrainedModel) -> RemovableHandle:
-    """Make the first layer's input require a gradient while gradients are computed, like those of all other layers.
+    """Make the first layer's input require a gradient in training passes, as the inputs of all other layers do.
 
-    With an adapter it would not, and the compiler would generate separate code for that layer: a third of all code.
+    With an adapter it would not, and the compiler would generate separate code for that layer, a third of all code.
     Removing the returned handle undoes this.
     """
 

@@ -35,7 +35,7 @@ from bridge.passes.packing import Kept
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that counts as bf16 rounding."""
 BLOCK_ELEMENTS = {"cpu": 2**23, "cuda": 2**26}
-"""Most float32 elements in a block's logits, and in its part of the head's gradient: 256 MiB on a GPU, whose products
+"""Maximum float32 elements in a block's logits and in its part of the head's gradient: 256 MiB on a GPU, whose products
 need large operands, and 32 MiB on the CPU, where caches matter. A few temporaries of the same size are needed, too."""
 BLOCK_WORDS = 256
 """The number of words in a block is a multiple of this, so that products have regular shapes."""
@@ -99,7 +99,7 @@ def token_logprobs(
 def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> None:
     """Check that Bridge's logits equal those of the model's own forward pass; each part checks its own `words`.
 
-    UnsupportedModelError: the model transforms its hidden states or logits in a way that is not implemented here.
+    Raise UnsupportedModelError if the model transforms its hidden states or logits in an unsupported way.
     """
     head, bias_V, transform = head_of(model, temperature=1.0)
     tokens_1T = torch.arange(4, device=model.device).unsqueeze(0)
@@ -107,7 +107,7 @@ def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> N
     hidden_1H = model.get_decoder()(input_ids=tokens_1T, use_cache=False).last_hidden_state[0, -1:]
     ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
     largest_2 = torch.stack([(ours_V - own_V).abs().max(), own_V.abs().max()])
-    if words is not None:  # so that all parts decide the same
+    if words is not None:  # so that all parts reach the same decision
         largest_2 = reduced(largest_2.nan_to_num(torch.inf), "max", words.group)
     difference = float(largest_2[0] / largest_2[1])
     if not difference <= HEAD_TOLERANCE:
@@ -121,11 +121,11 @@ def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> N
 def head_of(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | None, LogitTransform]:
     """Return the head's weight and bias, and the transform of its logits: [V, H], [V].
 
-    UnsupportedModelError: the head is more than a weight and a bias.
+    Raise UnsupportedModelError if the head is more than a weight and a bias.
     """
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
-    if "weight" not in head._parameters:  # `head.weight` then belongs to an inner layer, and is not all of the head
+    if "weight" not in head._parameters:  # a wrapper, whose `head.weight` belongs to an inner layer
         raise UnsupportedModelError(
             f"the head of {type(model).__name__} is wrapped in {type(head).__name__}, perhaps by an adapter; expected a"
             " layer that owns its weight, since Bridge multiplies only by that weight",
@@ -160,7 +160,7 @@ class _TokenLogprobs(torch.autograd.Function):
         words: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         targets_NX = targets_NX if words is None else targets_NX - words.start
-        # torch would compile a single row separately, and compare each word with each of several targets
+        # torch compiles a single row separately; with several targets it would compare every word with every target
         compiles = compiles and len(hidden_NH) > 1 and targets_NX.dim() == 1
         maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
         maxima_N = maxima_N if kept is None else kept.thresholds_N

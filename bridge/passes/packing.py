@@ -45,7 +45,7 @@ from bridge.types import Images
 
 Value = TypeVar("Value", int, float, tuple[float, int])
 KEEP_ALL = float(np.finfo(np.float32).min), 0
-"""A threshold below every logit, with a count that then does not matter."""
+"""A threshold below every logit; the count has no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Sample:
 
     @property
     def num_targets(self) -> int:
-        """The number of targets per sampled token, K; 0: there is a single target each, or none."""
+        """The number of targets per sampled token, K; 0: each token has a single target, or none."""
         return len(self.targets[0]) if self.targets and isinstance(self.targets[0], tuple) else 0
 
     @property
@@ -154,7 +154,7 @@ class MicroBatch:
     """The experts of each token, layer by layer, as in `routing.py`; None: the routers choose."""
     images: PackedImages | None = None
     several: Targets | None = None
-    """K targets of each row: log-probabilities are then [N, K]; None: one, and they are [N]. If any sample of those
+    """K targets per row; log-probabilities are then [N, K]. None: one target per row, and [N]. If any sample of those
     packed together has several, all of their micro-batches have."""
 
     @property
@@ -246,7 +246,7 @@ class _Layout:
         self._keys = list[int]()
         self._starts = [0]
         self._key_starts = [0]
-        self.experts_TX = _no_experts(groups)  # NumPy: torch copies with all its threads, 8 ms per sample
+        self.experts_TX = _no_experts(groups)  # NumPy: torch would use all threads, 8 ms per sample
         self.images = Gathered() if any(sample.images for sample in self.samples) else None
         rows = self._rows(groups)
         keys = self._keys if shares else []

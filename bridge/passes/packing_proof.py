@@ -1,6 +1,6 @@
 """Check that a model computes for packed sequences what transformers computes for each sequence separately.
 
-A model that treats positions or masks differently is refused here, whatever its family, instead of trained wrongly.
+A model that treats positions or masks differently is refused here, whatever its family, rather than trained wrongly.
 
 Shape suffixes: T tokens, H hidden size, X experts of a token in all layers.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LENGTHS = (24, 13, 7, 6, 2)
 """Tokens of the sequences that are compared."""
 PROMPTS = (8, 8, 3, 3, 1)
-"""How many of these tokens are the prompt."""
+"""The number of these tokens that belong to the prompt."""
 SHARING = ((0, 1), (2, 3))
 """Sequences that share a prompt."""
 WINDOW = 5
@@ -38,7 +38,7 @@ TOLERANCE = 1 / 8
 Tiny bf16 models of 21 families reached between 1/260 and 1/70; models that mix sequences or positions reached 1/3 or
 more."""
 ROUNDING_TOLERANCE = 1 / 4
-"""The tolerance if rounding alone explains the difference: 28 layers of random bf16 weights on an H200 reached 1/7."""
+"""The tolerance for differences that rounding can explain: 28 layers of random bf16 weights on an H200 reached 1/7."""
 ROUNDINGS = 2
 """A difference up to this many epsilons of the model's dtype is always allowed: 48 layers of vLLM's dummy weights
 reached 0.8 on an H200."""
@@ -65,7 +65,7 @@ class Expected:
     @classmethod
     @torch.no_grad()
     def of(cls, prepared: PreparedModel, max_model_len: int | None = None) -> Self:
-        """Run the model on each sequence separately, with eager attention and with its own, and on all as one."""
+        """Run the model on each sequence separately, with eager and its own attention, and on all sequences as one."""
         model = prepared.model
         bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
         tokens_T = example_tokens(model)
@@ -92,7 +92,7 @@ class Expected:
     def check(self, prepared: PreparedModel, *, share_prompts: bool = False) -> None:
         """Run the packed forward pass with the model's current attention and layers, and compare.
 
-        Repeat it with the first sequence at the largest possible positions: the others must not depend on it.
+        Repeat the pass with the first sequence at the largest possible positions: the other sequences must not change.
         """
         tokens_T = self.tokens_T
         experts_TX = self.experts_TX
@@ -178,7 +178,7 @@ def example_tokens(model: PreTrainedModel) -> Tensor:
 def _own_experts(prepared: PreparedModel, tokens_T: Tensor) -> Tensor | None:
     """Return the experts that the routers choose for each separate sequence, the same for a shared prompt: [T, X].
 
-    None: the routers choose anew in every pass.
+    None: the routers choose again in every pass.
     """
     if prepared.replay is None:
         return None

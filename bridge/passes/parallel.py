@@ -39,13 +39,13 @@ COLUMN = "column"
 ROW = "row"
 BOTH = {COLUMN, ROW}
 FLAT_ELEMENTS = 2**26
-"""Most gradient elements that are combined in one collective, in float32."""
+"""Maximum number of gradient elements combined in one collective, in float32."""
 ONE_PART = "serve it with --tensor-parallel-size 1, or train it with --mode none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How a model with one part of the weights computes together with the other parts of its replica."""
+    """How a model that holds one part of the weights computes together with the replica's other parts."""
 
     cuts: Sequence[Cuts]
     """One mapping per tensor-parallel rank."""

@@ -1,13 +1,13 @@
 """Check parallelism before training: layers in parts or on slices must match full layers, gradients included.
 
-For one layer of each kind, every rank builds the full layer in float32 and compares it with the one in parts, both with
+For one layer of each kind, every rank builds the full float32 layer and compares it with the sharded layer, both with
 their adapter if there is one. With context parallelism, a layer on this rank's slice of a pack is compared with the
 same layer on the full pack. Nothing else would show a wrong gradient: outputs and log-probabilities would still be
 right.
 
 Weights and inputs are random, and the same on every part. Trained weights could hide a fault, such as a bias of zeros
 that every part adds, or cause a false alarm: with attention scores in the thousands, float32 rounding exceeds
-`TOLERANCE`. That the parts' memory holds the right weights shows in the server's log-probabilities.
+`TOLERANCE`. Whether the parts hold the right weights shows in the comparison with the server's log-probabilities.
 
 Not covered: the embedding and the head, whose code is the same for all models.
 """
@@ -229,7 +229,7 @@ def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, 
         },
     }
     differences = torch.tensor([*differences_of.values()], device=cut.output.device).nan_to_num(torch.inf)
-    differences = cut_layers.reduced(differences, "max", group)  # so that all parts decide the same
+    differences = cut_layers.reduced(differences, "max", group)  # so that all parts reach the same decision
     worst, what = max(zip(differences.tolist(), differences_of, strict=True))
     if worst > TOLERANCE:
         raise UnsupportedModelError(

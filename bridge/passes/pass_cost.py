@@ -136,7 +136,7 @@ def example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
 
 
 def let_go(error: BaseException, device: torch.device) -> None:
-    """Free the memory of a failed pass: its frames live as long as the error that it raised."""
+    """Free the memory of a failed pass, whose stack frames live as long as its error."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     if device.type == "cuda":

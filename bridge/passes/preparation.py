@@ -100,7 +100,7 @@ def _prepare(prepared: PreparedModel, compute: ComputeConfig, max_model_len: int
         _recompute(prepared)
         prepared.kept = layers.INPUTS
     if not is_replayed and prepared.replay is not None and not prepared.is_compiled:
-        prepared.replay.release()  # in compiled code it costs nothing
+        prepared.replay.release()  # compiled code does not need this
         prepared.replay = None
 
 
@@ -182,7 +182,7 @@ def _recompute(prepared: PreparedModel, *, keeps_attention: bool = False) -> Non
 
 
 def _against_recomputing(prepared: PreparedModel) -> str | None:
-    """Compile the layers, and return why their code cannot recompute activations; None: it can."""
+    """Compile the layers, and return why the compiled code cannot recompute activations; None: it can."""
     device = prepared.model.device
     num_breaks = _num_breaks()
     random_state = _random_state(device)

@@ -145,7 +145,7 @@ class PreparedModel:
             self.slices = cut
 
     def prove_images(self, samples: Sequence[Sample]) -> None:
-        """Compare packed samples with images with transformers' own model, the first time that there are any.
+        """Compare packed samples that have images with transformers' own model, once, when the first ones arrive.
 
         Raises:
             UnsupportedModelError: the model treats images differently from Bridge.
@@ -156,7 +156,7 @@ class PreparedModel:
             self._are_images_proved = True
 
     def release(self) -> None:
-        """Restore the model to how it computed before this object was created.
+        """Restore the model's original behavior.
 
         If Liger kernels were requested, Liger's RoPE stays: Liger replaces it for all models of the process.
         """

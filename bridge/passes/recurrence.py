@@ -1,4 +1,4 @@
-"""Layers that carry a state from token to token, such as GatedDeltaNet: every packed sequence starts without a state.
+"""Layers that carry a state from token to token, such as GatedDeltaNet: each packed sequence starts with an empty one.
 
 transformers' own code treats all tokens of a call as one sequence. Here such a layer gets the sequences as rows that
 are padded to one length. This is exact on every device and with every kernel: the layer's convolution and recurrence

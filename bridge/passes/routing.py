@@ -58,7 +58,7 @@ class Replay(TorchFunctionMode):
         if scores_TE is None:
             return result
         if block.chosen_TK is None:
-            block.num_choices = scores_TE.shape[1]  # a router that chooses groups first chooses experts last
+            block.num_choices = scores_TE.shape[1]  # a router with groups chooses the experts last
             block.own_TK = result.indices
         elif block.num_choices == scores_TE.shape[1] and block.chosen_TK.shape == result.indices.shape:
             taken = _taken(block, scores_TE, result.values, result.indices, self._other_groups_T)
@@ -194,7 +194,7 @@ def plain_hidden(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
 
 @contextmanager
 def refusing_misfits(model: PreTrainedModel, hint: str) -> Iterator[None]:
-    """Inside the block, turn errors of the model's own code into UnsupportedModelError: its signature does not fit."""
+    """Turn errors of the model's own code inside the block into UnsupportedModelError: its signature does not fit."""
     try:
         yield
     except MISFITS as error:
@@ -235,7 +235,7 @@ def _blocks(model: PreTrainedModel) -> list[Any]:
 
 
 def _replayed(block: nn.Module, *args: Any, **options: Any) -> Any:
-    """Call the block with replay; all blocks use this one function, so that like layers still share compiled code."""
+    """Call the block with replay; all blocks use this same function, so that similar layers share compiled code."""
     with Replay(block):
         return type(block).forward(block, *args, **options)
 

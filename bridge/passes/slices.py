@@ -90,7 +90,7 @@ class Slices(NamedTuple):
         """
         num_heads = query.shape[1]
         num_pairs = key.shape[1]
-        together = num_heads // num_pairs  # query heads of one key-value head
+        together = num_heads // num_pairs  # query heads per key-value head
         repeats = together // math.gcd(together, num_heads // self.size)
         if repeats > 1:
             key, value = (x_1KLD.repeat_interleave(repeats, dim=1) for x_1KLD in (key, value))
@@ -184,7 +184,7 @@ def _padded(x: Tensor, size: int, dim: int) -> Tensor:
 
 
 def _exchanged(blocks_CX: Tensor, group: str) -> Tensor:
-    """Send each rank its block, and return the blocks that all ranks sent to this one."""
+    """Send each rank its block, and return the blocks that this rank received."""
     received: Tensor = _Exchange.apply(blocks_CX, group)  # type: ignore[no-untyped-call]
     return received
 
@@ -211,7 +211,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Gathers tensors; all ranks compute the same from the result, so backward takes this rank's part."""
+    """Gathers tensors. All ranks compute the same values from the result, so backward returns this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, own_LX: Tensor, slices: Slices) -> Tensor:

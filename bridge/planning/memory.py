@@ -12,7 +12,7 @@ With G the GPU's memory, and bytes on it:
     awake     W + S + E + D + A + K <= G
     asleep    W + S + E + K <= G  while generating, and  W + S + E + D + A <= G  while training
 
-vLLM's share of the GPU holds its W, its E and K. A trainer on a different device has its W, S, D and A there, which
+vLLM's share of the GPU holds its W and E, and K. A trainer on a different device has its W, S, D and A there, which
 again gives two inequalities, one per device.
 
 Replicas on several GPUs share the optimizer's state: each holds its part of S, but all weights and gradients. An
@@ -50,7 +50,7 @@ LOGITS_BYTES = 3 * 4 * 2**26
 LARGEST_SHARE = 0.9
 """Largest share of a GPU that vLLM gets."""
 ENGINE_MARGIN_BYTES = 2 * GIB
-"""Room for what vLLM allocates beyond its estimate, at the expense of its KV cache."""
+"""Margin for memory that vLLM allocates beyond its estimate, taken from its KV cache."""
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
 """A step inside a backward pass: bytes per element, and elements stepped at once (`bridge/optimizers/split_adamw.py`);
 master, gradient and moments in float32, and two temporaries."""
@@ -62,11 +62,11 @@ SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 SLACK = 1.15
 """Factor for gaps in the allocator: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
 BUSY_KV_TOKENS = 2**17
-"""Tokens in a KV cache that keep a server busy, however long its completions may become."""
+"""Tokens of KV cache that are enough to keep a server busy, however long its completions may become."""
 PROMPT_TOKENS = 256
 """Assumed length of a prompt."""
 PINNED = 2
-"""Factor by which torch's pinned memory exceeds its contents at most: torch rounds up to a power of two."""
+"""Largest ratio of torch's pinned memory to its contents: torch rounds sizes up to a power of two."""
 HOST_SHARE = 0.5
 """Share of a host's free memory that passes may take: other processes may take some at any time, and the system kills
 processes instead of refusing memory."""
@@ -81,8 +81,8 @@ as much as that many sums. Float32 sums take memory, and time in every pass."""
 class Need:
     """Bytes that a run holds, grouped by how long it holds them, and bytes available."""
 
-    gpu: float  # of vLLM's GPU
-    trainer: float  # of the trainer's device, which may be the same GPU; infinite if it is the CPU
+    gpu: float  # available bytes of vLLM's GPU
+    trainer: float  # available bytes of the trainer's device, which may be the same GPU; infinite for the CPU
     apart: bool  # whether the trainer's device is not vLLM's GPU
     can_sleep: bool  # whether the KV cache can sleep
     served: float  # vLLM's weights, and its slot for an adapter
@@ -174,7 +174,7 @@ class _Weights(NamedTuple):
 def _weights(
     size: ModelSize, mode: str, lora: LoraConfig, num_ranks: int = 1, *, has_reference: bool = False
 ) -> _Weights:
-    """Return what vLLM and the trainer hold of the model on one of `num_ranks` GPUs in this `mode`."""
+    """Return the weights that vLLM and the trainer hold on one of `num_ranks` GPUs in this `mode`."""
     of_one_rank = size.num_params / num_ranks
     adapter = copy = own = 0
     if mode == "lora_only":
@@ -203,12 +203,12 @@ def host_state_bytes(size: ModelSize, optimizer: OptimizerConfig, mode: str, lor
 
 
 class _Tokens(NamedTuple):
-    """Numbers of tokens that are computed at once."""
+    """Token counts of a sequence and of micro-batches."""
 
     sequence: int  # a prompt and its completion
     num_micro_batches: float  # number of the smallest micro-batches in an update of one replica
-    least: int  # the smallest micro-batch worth training with, or the slice of it
-    most: int  # the largest one
+    least: int  # the smallest micro-batch worth training with, or one slice of it
+    most: int  # the largest micro-batch, or one slice of it
 
 
 def _tokens(
@@ -298,21 +298,21 @@ def _engine(widths: Dimensions, gpu_bytes: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How a run fits, or what it lacks."""
+    """Whether a run fits, or how much memory it lacks."""
 
     asleep: bool  # whether the KV cache sleeps while the trainer trains
-    kv: float  # bytes left for the KV cache beside the smallest micro-batch
+    kv: float  # bytes left for the KV cache next to the smallest micro-batch
     lacking: float  # missing bytes; 0: it fits
 
 
 def fit(need: Need, *, least_kv: float, kv_sleep: str = "auto") -> Fit:
-    """Fit a run with a KV cache of at least `least_kv` bytes: awake if possible, else asleep."""
+    """Fit a run with a KV cache of at least `least_kv` bytes, awake if possible, otherwise asleep."""
     ways = {"auto": (False, True), "always": (True,), "never": (False,)}[kv_sleep if need.can_sleep else "never"]
     return min((fit_by(need, least_kv, asleep=way) for way in ways), key=lambda way: way.lacking)
 
 
 def fit_by(need: Need, least_kv: float, *, asleep: bool) -> Fit:
-    """Fit a run whose KV cache sleeps while training, if `asleep`, or stays awake."""
+    """Fit a run whose KV cache sleeps while training (`asleep`) or stays awake."""
     left = need.room_training - need.least_activations
     kv = need.room_generating if asleep or need.apart else min(need.room_generating, left)
     return Fit(asleep=asleep, kv=max(kv, 0), lacking=max(0, least_kv - kv, -left))
@@ -330,7 +330,7 @@ def share(need: Need, chosen: Fit, *, least_kv: float) -> float:
 def least_kv_tokens(num_completions: int, longest: int, max_model_len: int | None = None) -> int:
     """Return how many tokens a server's KV cache has to hold: its share of a batch, or enough to keep it busy.
 
-    The longest sequence always fits. Completions for which there is no room wait, or are continued later.
+    The longest sequence always fits. Completions that do not fit are queued, or preempted and resumed.
     """
     longest = min(longest, max_model_len or longest)
     return max(min(num_completions * longest, BUSY_KV_TOKENS), longest, max_model_len or 0)

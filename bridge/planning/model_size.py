@@ -160,7 +160,7 @@ class Dimensions:
 
     @property
     def adaptable(self) -> int:
-        """Inputs plus outputs of all linear layers except routed experts; times its rank, the weights of an adapter."""
+        """Inputs plus outputs of all linear layers except routed experts; times the rank, an adapter's parameters."""
         attention = 4 * self.hidden + 2 * (self.query + self.key_value) + self.gates
         state = 5 * self.hidden + 2 * self.state_keys + 3 * self.state_values + 2 * self.state_heads
         shared = 3 * (self.hidden + self.shared_expert) if self.shared_expert else 0
@@ -188,15 +188,15 @@ class ModelSize:
     num_params: int  # of the language model, tied ones once
     exact: bool  # whether they were counted in the headers of its weights, not estimated from its dimensions
     dimensions: Dimensions
-    max_tokens: int | None = None  # longest sequence, if its configuration names one
-    num_untrained: int = 0  # held but never trained, such as a vision model; negative: saved by serving FP8 only
+    max_tokens: int | None = None  # longest sequence, if the configuration states it
+    num_untrained: int = 0  # held but never trained, such as a vision tower; negative if serving only FP8 saves memory
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
         """Read the size of `model`, a folder or a name in the hub's cache.
 
         Raises:
-            UsageError: the model is not here, or its size is unknown until it is loaded.
+            UsageError: the model is not on this machine, or its size is unknown until it is loaded.
         """
         folder = folder_of(str(model))
         document = _read(folder / CONFIG_NAME)
@@ -238,7 +238,7 @@ class ModelSize:
         )
 
     def quantized(self, how: Quantization | None, *, beside: bool = True) -> Self:
-        """Return the size with FP8, at half the size, for all weights except the embedding and the head; None: no FP8.
+        """Return the size with all weights except the embedding and the head in FP8, at half the bytes; None: no FP8.
 
         If `beside`, the server also holds the weights that the FP8 is made from; otherwise it holds only the FP8.
         """
@@ -264,14 +264,14 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
     """Return the folder of `model`, or its folder in the hub's cache; `fetch` downloads a missing config.json.
 
     Raises:
-        UsageError: the model is not here, or the hub does not have it or does not answer.
+        UsageError: the model is not on this machine, and the hub does not have it or does not answer.
     """
     folder = paths.expanded(model)
     if paths.is_folder(folder):
         return folder
     from huggingface_hub import snapshot_download
 
-    with suppress(Exception):  # not in the cache, not a name, or an optional library is missing
+    with suppress(Exception):  # not cached, not a model name, or an optional library is missing
         cached = Path(snapshot_download(model, local_files_only=True))
         if not fetch or (cached / CONFIG_NAME).is_file():
             return cached

@@ -35,7 +35,7 @@ VARIED = {field for trainer, ways in TRAINERS for choices in (trainer, *ways) fo
 
 
 class Limits(NamedTuple):
-    """The available memory, and the least KV cache."""
+    """The available memory, and the minimum size of the KV cache."""
 
     gpu_bytes: float
     host_bytes: float  # infinite if unknown
@@ -48,20 +48,20 @@ class Row:
 
     mode: str
     trainer_device: str
-    name: str  # its optimizer, or how its adapter is published, and other options
-    flags: tuple[str, ...]  # the flags that choose it
+    name: str  # the optimizer, or how the adapter is published, and other options
+    flags: tuple[str, ...]  # the flags that choose this setup
     verdict: str  # `fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`
     lacking_gib: float  # shortfall on the GPU or in host memory; 0 if it fits
     weights_gib: float  # vLLM's weights and the trainer's own, on one device or two
     gradients_gib: float  # as many gradients as exist at once, in bf16
     sums_gib: float  # added by float32 sums; 0: an update has too few micro-batches for them
     state_gib: float
-    host_gib: float  # of all replicas: the optimizer's state, and everything that a trainer on the CPU holds
+    host_gib: float  # of all replicas: optimizer state, and everything that a trainer on the CPU holds
     activations_gib: float  # of the smallest micro-batch worth training with, recomputed layer by layer
     rest_gib: float  # contexts, vLLM's buffers and graphs, and temporaries
     kv_awake_gib: float  # left for a KV cache that is always awake
     kv_asleep_gib: float | None  # left for a KV cache that sleeps while training; None: the mode does not allow it
-    kv_tokens: int  # size of the verdict's KV cache
+    kv_tokens: int  # size in tokens of the KV cache assumed for the verdict
 
 
 def plan_rows(

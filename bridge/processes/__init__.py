@@ -1,4 +1,4 @@
-"""Start stock vLLM with Bridge's plugins, watch it, restart it, and stop it with everything that it started.
+"""Start stock vLLM with Bridge's plugins, watch it, restart it, and stop it and every process that it started.
 
 `start_checks` refuses what cannot work, `server_command` derives the command line (`vllm_flags`, `accelerator`),
 `server_process` runs it (`children`, `leash`), and reads from its log why it ended (`server_log`).

@@ -128,7 +128,7 @@ def derive(serve: ServeConfig, trainer: TrainConfig = FULL, *, gpu_bytes: int | 
 
 
 def expected(config: ServeConfig) -> TrainConfig:
-    """Return the trainer that a server started on its own leaves room for: of an adapter, or of all weights."""
+    """Return the trainer that `bridge serve-vllm` leaves room for: one of an adapter, or of all weights."""
     if config.max_lora_rank is None:
         return FULL
     if config.lora_experts and config.max_lora_rank % 8:

@@ -41,7 +41,7 @@ class Child:
     """The pid of the process that started it."""
 
     def is_own(self) -> bool:
-        """Return whether this process itself started the child, rather than a process that it was forked from."""
+        """Return whether this process started the child; False in a fork of the process that did."""
         return self.starter == os.getpid()
 
     def is_alive(self) -> bool:
@@ -81,7 +81,7 @@ def start(
 def wait_until(
     child: Child, ready: Callable[[], Result], *, limit_s: float, progress: Callable[[float], None]
 ) -> Result | None:
-    """Wait until `ready` returns something true, and return it; None if `child` ends first or `limit_s` seconds pass.
+    """Wait until `ready` returns a true value, and return it; None if `child` ends first or `limit_s` seconds pass.
 
     `progress` is called with the elapsed seconds.
     """
@@ -95,7 +95,7 @@ def wait_until(
 
 
 def stop(*stopped: Child, grace_s: float = 15.0) -> None:
-    """Send SIGTERM to children, and kill what is left of their trees after `grace_s`, or at once on a second Ctrl-C."""
+    """Send SIGTERM to children; kill their remaining process trees after `grace_s`, or on a second Ctrl-C."""
     stopped = tuple(child for child in stopped if child.is_own())
     tree = set[psutil.Process]()
     try:
@@ -113,12 +113,12 @@ def stop(*stopped: Child, grace_s: float = 15.0) -> None:
             child.process.wait()
         _wait(lambda: _running(trackers), TRACKER_S)
         _kill(trackers)
-        _wait(lambda: _running(tree), 5)  # init reaps orphans at its own pace
+        _wait(lambda: _running(tree), 5)  # init may reap orphans late
         assert not _running(tree), f"processes that we started cannot be killed: {_running(tree)}"
 
 
 def kill(child: Child) -> None:
-    """Kill the whole tree of `child` at once; `stop` reaps it and waits for the rest."""
+    """Kill the process tree of `child` immediately; `stop` reaps the child and waits for the others."""
     if not child.is_own():
         return
     tree = _tree(child)
@@ -128,7 +128,7 @@ def kill(child: Child) -> None:
 def _kill(processes: set[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()  # psutil checks the start time first: a reused pid is left alone
+            process.kill()  # psutil checks the start time first, so a reused pid is safe
 
 
 def _trackers(tree: set[psutil.Process]) -> set[psutil.Process]:

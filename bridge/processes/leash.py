@@ -1,4 +1,4 @@
-"""Become a program that does not outlive the process that started it; run as a script with PARENT PROGRAM ARGS.
+"""Run a program that does not outlive its parent process. Usage, as a script: PARENT PROGRAM ARGS.
 
 A guard stays in the program's session. Once the parent has ended, it sends SIGTERM to the program, and SIGKILL to the
 whole session after GRACE_S: vLLM ignores SIGTERM while its engine starts, and its engine outlives a killed API server.
@@ -28,7 +28,7 @@ POLL_S = 0.2
 def become(parent: int, argv: list[str]) -> None:
     try:
         watched = [os.pidfd_open(parent), os.pidfd_open(os.getpid())]  # closed by the exec
-    except OSError:  # an old kernel, or a container that forbids pidfds: a SIGTERM has to be enough
+    except OSError:  # an old kernel, or a container that forbids pidfds: rely on SIGTERM
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     else:
         _leave_guard(watched)
@@ -46,9 +46,9 @@ def _leave_guard(watched: list[int]) -> None:
 
 
 def _guard(watched: list[int], session: int) -> None:
-    """Wait until the session is empty; once the parent has ended, end the rest of the session."""
+    """Wait until the session is empty. If the parent exits first, end the remaining processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the program, but the whole process group may get them
+        signal.signal(number, signal.SIG_IGN)  # meant for the program, but sent to the whole process group
     _forget_environment()
     _ended(watched, None)
     deadline = math.inf

@@ -1,6 +1,6 @@
 """Import vLLM in a process whose command is not known yet, while the trainer imports and checks.
 
-On a slow file system each of the two takes half a minute; otherwise one would wait for the other.
+On a slow file system each import takes half a minute, so they run concurrently.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Preloaded:
 def preloading() -> Iterator[Preloaded]:
     """Start importing vLLM, if Bridge is installed where vLLM finds it.
 
-    This process then collects no garbage until the server starts: until then it imports and parses, which leaves little
+    Garbage collection is off in this process until the server starts, because imports and parsing leave little
     garbage.
     """
     module = plugin_module("preload")

@@ -83,7 +83,7 @@ class ServerCommand:
     ) -> "ServerCommand":
         """Derive the command for `config`; vLLM's own `flags` are passed through unchanged.
 
-        `share_of` derives vLLM's share of a GPU, by default beside a trainer with default choices. `sent_from` is the
+        `share_of` derives vLLM's share of a GPU, by default next to a trainer with default choices. `sent_from` is the
         device of a trainer that sends its weights to the server.
         """
         vllm_flags.check(flags, outer, shares_weights=shares_weights, insisted=config.allow_vllm_flags)
@@ -126,7 +126,7 @@ class ServerCommand:
         """Return the arguments that serve `model` under the name of the first model; None: serve the first model."""
         if model is None:
             return self.argv
-        index = self.argv.index(readable(self.model))  # a name that the user gave comes later, and wins
+        index = self.argv.index(readable(self.model))  # an explicit name comes later, and wins
         return (*self.argv[:index], readable(model), "--served-model-name", self.model, *self.argv[index + 1 :])
 
 

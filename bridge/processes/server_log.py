@@ -77,7 +77,7 @@ def begin_log(log: Path, what: str) -> None:
 
 
 def root_error(log: Path) -> str:
-    """Return why the process ended: its first error, else its last line.
+    """Return why the process ended: its first error, or its last line if it logged no error.
 
     An error without a message, such as a bare assertion, is followed by the last frame of its traceback, if any.
     """
@@ -93,7 +93,7 @@ def root_error(log: Path) -> str:
         source = lines[frame:index] if lines[frame].startswith("  File ") else []
         return ", ".join(line.strip() for line in (lines[index], *source) if line.strip(" ^~"))
     parts = [lines[index]]
-    if "validation error" in lines[index]:  # pydantic explains it below
+    if "validation error" in lines[index]:  # pydantic explains the error in the next lines
         parts += [line.strip() for line in lines[index + 1 : index + 3]]
     return " ".join(parts).partition(" [type=")[0]
 

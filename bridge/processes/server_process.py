@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S = 1800.0
 STOP_GRACE_S = 15.0
 START_GRACE_S = 2.0
-"""A server that is starting or has died has nothing to lose; vLLM 0.32 ignores SIGTERM while its engine starts."""
+"""Time for a server that is starting or has died to exit after SIGTERM. It has no work to lose, and vLLM 0.32 ignores
+SIGTERM while its engine starts."""
 ASK_LIMIT_S = 2.0
 LAST_THREADS_S = 10.0
 """Longest wait for the other threads of a server whose main thread has exited: CUDA's threads take seconds."""
@@ -41,7 +42,7 @@ LAST_THREADS_S = 10.0
 SLICE_S = 0.25
 """Silence is counted in slices of this length, so that a slice in which the whole machine slept counts once."""
 READ_LIMIT_S = 5.0
-"""Longest wait for the rest of an answer that has begun."""
+"""Longest wait for the remainder of an answer that has begun."""
 PERIOD_S = 1.0
 """Time between two health checks of the watchdog."""
 PATIENCE = 3
@@ -98,8 +99,8 @@ class StartedServer:
             self._stop()
 
     def restart(self, model: str | Path) -> None:
-        """Stop what is left of the server, start it with the weights of `model`, and wait until it is ready."""
-        with acting_interrupt():  # nothing is half-written while a server starts
+        """Stop the server if it still runs, start it with the weights of `model`, and wait until it is ready."""
+        with acting_interrupt():  # an interrupt is safe here: no weights are being written
             self._stop()
             self._restarts += 1
             self._start(model)
@@ -182,7 +183,7 @@ class StartedServer:
         )
 
     def _answering(self, server: Child) -> str | None:
-        """Return the route on which this server, not an earlier one, reports that it is healthy; None until then."""
+        """Return the route on which this server reports that it is healthy; None if only an earlier server answers."""
         path = self._command.awaited_manifest
         try:
             if path is not None and manifest.read(path).server != server.identity:
@@ -219,7 +220,7 @@ def _ended_with(server: Child) -> str:
 def health(
     host: str, port: int, route: str = "/health", *, limit_s: float, is_over: Callable[[], bool] = lambda: False
 ) -> Literal["well", "unwell", "silent"]:
-    """Ask a server once, and wait up to `limit_s` seconds for the answer, or until `is_over`.
+    """Send one health request, and wait up to `limit_s` seconds for the answer, or until `is_over`.
 
     `unwell`: a status other than 200, or no connection; `silent`: no answer in time.
     """
@@ -230,7 +231,7 @@ def health(
                 if is_over():
                     break
                 if connection.sock is None:
-                    with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
+                    with contextlib.suppress(TimeoutError):  # the listen queue of a busy server may be full
                         connection.request("GET", route, headers=api_key.headers())
                 elif is_readable(connection.sock, SLICE_S):
                     connection.sock.settimeout(READ_LIMIT_S)

@@ -37,7 +37,7 @@ def check_software(device: DeviceChoice) -> None:
 
 
 def check_reachable(model: str) -> None:
-    """Check that `model` is a folder, in the hub's cache or on the hub, and download its configuration from there."""
+    """Check that `model` is a folder, in the hub's cache or on the hub; download a missing configuration."""
     from bridge.core import hub
 
     if model_checks.read(model) is None and not paths.is_folder(paths.expanded(model)):
@@ -206,7 +206,7 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
 
 @contextlib.contextmanager
 def taking(host: str, port: int, path: Path | None, *, inherits: bool = False) -> Iterator[None]:
-    """In the block, keep other runs from starting a server with `port` or the manifest `path`, which vLLM takes late.
+    """Reserve `port` and the manifest `path` inside the block, because vLLM claims them late.
 
     With `inherits`, this lasts until the program that replaces this one has ended.
     """
@@ -221,7 +221,7 @@ def taking(host: str, port: int, path: Path | None, *, inherits: bool = False) -
 
 
 def _mark(taken: str, name: str, flag: str, *, inherits: bool) -> socket.socket:
-    """Return a mark that only one process can hold: an abstract socket, which has no file and ends with the process."""
+    """Return a mark that only one process can hold: an abstract socket, which leaves no file behind."""
     mark = socket.socket(socket.AF_UNIX)
     mark.set_inheritable(inherits)
     try:
@@ -261,7 +261,7 @@ def clear_manifest(path: Path) -> None:
         existing = manifest.read(path)
         manifest.check_server(existing, path)
     except ManifestError as error:
-        if existing is not None:  # otherwise a different version wrote it
+        if existing is not None:  # else a different version of Bridge wrote it
             _refuse_out_of_sight(existing, path)
         logger.warning(f"replacing the manifest of a server that is gone: {error.message}")
         path.unlink()

@@ -2,7 +2,7 @@
 
 A flag is passed on if it is known to leave results unchanged except for rounding: it may affect speed, memory, logs and
 routes. The trainer would not notice a flag that changes the model, its configuration, its tokenizer or the sampling for
-the server only, because it builds all of these from the model's folder. A flag that nobody has reviewed might do that.
+the server only, because it builds all of these from the model's folder. An unreviewed flag might do that.
 
 Not covered: what only shows once the model is loaded, such as a quantized checkpoint, which the patches refuse by name.
 Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
@@ -248,9 +248,9 @@ LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
 """The trainer compares with the distribution that was sampled from, after temperature."""
 WORKER_EXTENSION = ("--worker-extension-cls", "bridge_patches.worker.BridgeWorker")
 NO_PAGES = ("--allowed-origins", "[]")
-"""Web pages of other hosts must not send requests, whatever this version of vLLM allows by default."""
+"""Forbids requests from web pages of other hosts, whatever this version of vLLM allows by default."""
 SLEEP_MODE = "--enable-sleep-mode"
-"""Lets vLLM free its KV cache while a trainer needs the memory; costs nothing until then."""
+"""Lets vLLM free its KV cache while a trainer needs the memory; until then it has no cost."""
 CHOOSES_SLEEP = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
 """With one of these flags the user decides; vLLM 0.33 refuses sleep mode with a KV connector that cannot sleep."""
 MOE_BACKEND = ("--moe-backend", "triton")
@@ -282,7 +282,7 @@ LONGEST_SOCKETS = 107 - len("/00000000-0000-0000-0000-000000000000")
 SHORT_FOLDER = "/tmp"  # noqa: S108  where vLLM's sockets are without TMPDIR
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM's adapter slots can have."""
-EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"  # as bridge_patches/placement.py reads it
+EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"  # read by bridge_patches/placement.py
 
 
 def check(
@@ -290,7 +290,7 @@ def check(
 ) -> None:
     """Refuse all flags and variables that would break one copy, or that hide the server or its changes from a trainer.
 
-    `insisted` names flags, separated by commas, that are passed on although they are not known to be harmless.
+    `insisted` names flags, separated by commas, that are passed on even though they have not been reviewed.
     """
     if flags and not flags[0].startswith("-"):
         raise UsageError(
@@ -426,7 +426,7 @@ def _add_sharing(extra: Added, given: set[str], outer: Mapping[str, str], *, on_
 
 
 def _note_passed_on(extra: Added, given: set[str], *, insisted: set[str]) -> None:
-    """Note flags that are passed on although the trainer cannot reproduce what they do, or does not know of it."""
+    """Add notes about flags that are passed on although the trainer cannot reproduce or does not see their effect."""
     for flag in RESHAPING:
         if flag in given:
             extra.notes.append(
@@ -514,7 +514,7 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
         if re.match(r"--?[A-Za-z]", flag):
             name, _, value = flag.partition("=")
             name = name.partition(".")[0]
-            if not name.startswith("--"):  # argparse takes -qfp8, and -t for -tp
+            if not name.startswith("--"):  # argparse accepts -qfp8, and -t for -tp
                 short = next((other for other in SHORT_NAMES if other.startswith(name)), name[:2])
                 value = value or name[len(short) :]
                 name = SHORT_NAMES.get(short, name)

@@ -91,7 +91,7 @@ class Outcome:
 
     @property
     def kind(self) -> int:
-        """Priority of this error among those of all ranks: the lowest is the cause of the others."""
+        """How likely this error is the cause of the other ranks' errors: the lowest number is the cause."""
         if isinstance(self.error, KeyboardInterrupt):
             return 0
         return 2 if isinstance(self.error, RankError) else 1

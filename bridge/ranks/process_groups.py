@@ -68,7 +68,7 @@ def rendezvous(
 
 
 def check_same(store: Any, rank: int, world_size: int, name: str, value: int) -> None:
-    """Check that all ranks have the same setting, on which the process groups depend, before these are created.
+    """Check that all ranks have the same value of a setting that the process groups depend on.
 
     Raises:
         UsageError: another rank has a different value.
@@ -76,7 +76,7 @@ def check_same(store: Any, rank: int, world_size: int, name: str, value: int) ->
     store.set(f"{name}{rank}", str(value))
     values = [int(store.get(f"{name}{number}")) for number in range(world_size)]
     store.set(f"{name}{rank} read", "")
-    if rank == 0:  # its process hosts the store
+    if rank == 0:  # rank 0 hosts the store
         store.wait([f"{name}{number} read" for number in range(world_size)])
     if differing := [number for number in values if number != values[0]]:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Watch the other ranks of a run, so that no rank waits for one that cannot respond."""
+"""Watch the other ranks of a run, so that a rank does not wait for one that cannot respond."""
 
 import os
 import socket
@@ -98,7 +98,7 @@ class Watch:
 
     @contextmanager
     def computing(self, parts: Collection[int]) -> Iterator[None]:
-        """Also abort exchanges with these ranks inside the block that only torch knows about.
+        """Inside the block, also abort exchanges with these ranks that layers start directly through torch.
 
         Raises:
             RuntimeError: an exchange was aborted.
@@ -184,7 +184,7 @@ class Watch:
         self.reason = reason
         groups = self._groups if self._device.type == "cuda" else []
         aborts = [threading.Thread(target=self._abort, args=(group,), daemon=True) for group in groups]
-        for abort in aborts:  # concurrently: one abort may wait for the device, on which another group's exchange hangs
+        for abort in aborts:  # concurrently: an abort may wait for a device on which another group's exchange hangs
             abort.start()
         for abort in aborts:
             abort.join(ABORT_LIMIT_S)

@@ -159,7 +159,7 @@ class Ranks(Tensors):
 
     @contextmanager
     def in_pass(self) -> Iterator[None]:
-        """Compute with the ranks of `pass_group`, which communicate in every layer: a failure on one stops all.
+        """Compute with the ranks of `pass_group`, which communicate in every layer: if one rank fails, all stop.
 
         Raises:
             RankError: this rank is out of memory, or another rank failed.
@@ -250,7 +250,7 @@ class Ranks(Tensors):
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Wait until all ranks have left the block, and raise an error of any on all; raises like `run_and_gather`."""
+        """Wait until all ranks have left the block. If any rank raised, raise on all; raises like `run_and_gather`."""
         raised: BaseException | None = None
 
         def outcome() -> None:

@@ -24,7 +24,7 @@ CONTINUED = "bridgeend"
 COLUMNS = ("tools", "documents")
 """Keys of a problem that are passed to the chat template if it uses them; their values are lists of objects."""
 OWN_ARGUMENTS = "chat_template_kwargs"
-"""Key of a problem that holds further template arguments, as an object."""
+"""Key of a problem that holds additional template arguments, as an object."""
 SEEN_ANYWAY = ("prompt", "messages", "plain_prompt", "images", "answer", "solution")
 """Keys of a problem that hold its prompt or the reference for its score."""
 NO_LOSS = ("role", "content", "type", "id", "tool_call_id")
@@ -193,7 +193,7 @@ def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the chat template `source`: `template`, and those that the problem provides.
+    """Return the arguments for the chat template `source`: those in `template`, and those that the problem provides.
 
     Raises:
         RewardError: the problem's `chat_template_kwargs` is not an object, or has a key that Bridge sets.
@@ -371,7 +371,7 @@ def _unseen(
     try:
         given = arguments(source, problem, template)
         text = apply_chat_template(tokenizer, [message for message, _ in marked], tokenize=False, **given).casefold()
-    except RewardError:  # the template fails on the markers: it may compute with the values
+    except RewardError:  # the template rejects markers, for example because it compares the values
         return
     yield from (key for _, marks in marked for key, marker in marks.items() if marker not in text)
 
@@ -400,7 +400,7 @@ def _ends_by_itself(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _columns(
     source: str, problems: Sequence[Problem], template: Mapping[str, Any], read: Collection[str | None] | None
 ) -> Iterator[str]:
-    """Yield which columns the chat template gets, which only share a name with its arguments, and which stay unseen."""
+    """Yield which columns the chat template gets, which only share a name with its arguments, and which are unused."""
     names = dict.fromkeys(name for problem in problems for name in problem)
     usable = [name for name in COLUMNS if any(objects(problem.get(name)) for problem in problems)]
     taken = [name for name in usable if name in source and name not in template]
@@ -485,6 +485,6 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
     except Exception:  # noqa: BLE001  no generation configuration, or an invalid one, which is refused elsewhere
         with suppress(Exception):  # only the model's own code can read its configuration
             config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
-            ids = GenerationConfig.from_model_config(config).eos_token_id  # as vLLM
+            ids = GenerationConfig.from_model_config(config).eos_token_id  # as vLLM does
     stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
     return {token for token in stops if token is not None}

@@ -60,7 +60,7 @@ class Prompts:
         """Return a problem's prompt.
 
         Raises:
-            RewardError: the prompt cannot be encoded, an image cannot be read, or the prompt has no place for it.
+            RewardError: the prompt cannot be encoded, an image cannot be read, or the prompt has no marker for it.
             UnsupportedModelError: the model does not support images.
             UsageError: the model's processor cannot be loaded, or several GPUs compute a pass together.
         """
@@ -165,7 +165,7 @@ class Prompts:
 
 
 def _check_markers(text: str, problem: Problem, processor: Any) -> None:
-    """Raise RewardError unless the text has a place for each image, and none of the tokens that the processor adds."""
+    """Raise RewardError unless the text has one marker per image, and no tokens that only the processor adds."""
     num_markers = text.count(processor.image_token)
     num_images = len(problem["images"])
     if num_markers != num_images:
@@ -188,11 +188,11 @@ def _check_markers(text: str, problem: Problem, processor: Any) -> None:
 def _in_parts(messages: Sequence[Message], problem: Problem) -> Iterator[Message]:
     """Yield the messages with their contents as lists of parts.
 
-    The place of an image is a part, or `<image>` in a text, as verl, ms-swift and LLaMA-Factory write it. Without any
-    places, all images come before the user's first text.
+    An image is marked by a part, or by `<image>` in a text, as verl, ms-swift and LLaMA-Factory write it. Without any
+    markers, all images come before the user's first text.
 
     Raises:
-        RewardError: the number of places in the texts differs from the number of images.
+        RewardError: the number of markers in the texts differs from the number of images.
     """
     parted = [{**message, "content": _parts(message.get("content") or "")} for message in messages]
     has_parts = any(part.get("type") == "image" for message in parted for part in message["content"])

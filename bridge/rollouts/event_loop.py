@@ -47,7 +47,7 @@ class EventLoop:
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine, and wait for it; an exception raised in the waiting thread, such as Ctrl-C, cancels it.
 
-        If another thread's coroutine is running, that one is waited for first.
+        If another thread's coroutine is running, wait for it first.
 
         Raises:
             asyncio.CancelledError: `close` or `cancel` cancelled the coroutine.
@@ -114,7 +114,7 @@ class EventLoop:
         if self._num_awaited and was_waited_for:  # the limits keep running
             return
         for limit, seconds in self._limits.items():
-            with suppress(RuntimeError):  # it has expired
+            with suppress(RuntimeError):  # the timeout has expired
                 limit.reschedule(self._loop.time() + seconds if self._is_waited_for else None)
 
     async def call_here(self, call: Callable[[], Any]) -> Any:

@@ -76,7 +76,7 @@ MOST_UNUSABLE = 16
 
 
 class Unusable:
-    """Counts consecutive problems with unusable prompts: one of them only costs its group, too many end the run."""
+    """Counts consecutive problems with unusable prompts. One such problem costs its group; too many end the run."""
 
     def __init__(self) -> None:
         self._num_in_row = 0
@@ -119,7 +119,7 @@ class GroupSampler(ABC):
         """Score the made-up completion `text` without a server."""
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release the resources of the groups; the stream closes the sampler and the scorer itself."""
+        """Release the groups' resources. The stream itself closes the sampler and the scorer."""
 
 
 class Completions(GroupSampler):
@@ -216,7 +216,7 @@ def checked(problem: Problem, completion: Completion, result: Score | FailedScor
 
 
 def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Group:
-    """Return a group of the completions with a reward; the others become its `unscored`."""
+    """Return a group of the completions that have a reward; the others become its `unscored`."""
     completions: list[Completion] = []
     scores: list[Score] = []
     unscored: list[Unscored] = []

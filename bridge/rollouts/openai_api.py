@@ -2,7 +2,7 @@
 
 A vLLM patched by Bridge has its own route, whose responses hold only what is read here. An unpatched vLLM gets vLLM's
 extra fields: to return token ids, and to sample from the unfiltered distribution. Any other server gets only the
-protocol's fields, because many servers reject the rest. Its token ids come from `logprobs.tokens`: `token_id:123` is an
+protocol's fields, because many servers reject others. Its token ids come from `logprobs.tokens`: `token_id:123` is an
 id, and any other string must be the text of exactly one token in the vocabulary. Text is never tokenized again. Such a
 server leaves out the end token of a completion that ended by itself, so the choice to end there is not trained.
 """

@@ -44,7 +44,7 @@ far apart as possible."""
 
 
 def seed_of(run_seed: int, call: int) -> int:
-    """Return the seed of call number `call` in a run. Runs with different seeds share no call seeds.
+    """Return the seed of call number `call` in a run. Runs with different seeds have different call seeds.
 
     The first thousand run seeds are 10**9 calls apart, the first million 10**6.
     """
@@ -99,10 +99,10 @@ class Sampler(AbstractContextManager["Sampler"]):
         vocabulary: Vocabulary | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Do not connect yet. `vocabulary` describes the tokens of the served model.
+        """Create the sampler without connecting. `vocabulary` describes the served model's tokens.
 
         Raises:
-            UsageError: a text in `config.stop` can never be found.
+            UsageError: a text in `config.stop` can never match.
         """
         self.num_retries = 0
         """Requests that were retried, in all calls so far."""
@@ -205,7 +205,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 models = await server.list_models(self._connections)
-        except (RequestFailed, TimeoutError):  # the next request fails too, and is retried
+        except (RequestFailed, TimeoutError):  # the next request reports and retries this
             return None
         return next((model.max_model_len for model in models if model.max_model_len), None)
 
@@ -266,7 +266,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         if server.endpoint.reports_experts:
             fields["experts"] = 0
         name = server.endpoint.model or models[0].id
-        images = {"images": openai_api.sent(body["images"])} if "images" in body else {}  # large, so encoded late
+        images = {"images": openai_api.sent(body["images"])} if "images" in body else {}  # large: encode it last
         answer, version = await server.complete(self._connections, {**fields, **body, **images, "model": name})
         choices = openai_api.in_order(answer, body["n"])
         url = server.endpoint.url

@@ -1,4 +1,4 @@
-"""Requests to the servers that sample: connections, failures and where to retry them, and the choice of a server."""
+"""Requests to the servers that sample: connections, choosing a server, and retrying failures on another one."""
 
 import asyncio
 import itertools
@@ -134,7 +134,7 @@ class Health:
             self.in_flight -= 1
 
     def is_well(self) -> bool:
-        """Return whether to send the server a request: none during its cooldown after a failure, then one at a time."""
+        """Return whether to send the server a request: not during the cooldown after a failure, then one at a time."""
         return not self.num_failures or (not self.in_flight and self.clock() >= self.rests_until)
 
 
@@ -172,7 +172,7 @@ class Server:
         self.reports_versions = bool(header)
         if self.endpoint.version is None:
             return answer, header
-        choices = tuple(choice.model_copy(update={"versions": None}) for choice in answer.choices)  # the base model's
+        choices = tuple(choice.model_copy(update={"versions": None}) for choice in answer.choices)  # the base's
         return openai_api.Completions(choices=choices), str(self.endpoint.version)
 
     def lacks(self, temperature: float) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Vocabulary:
                 )
 
     def check_ids(self, token_ids: Sequence[int], whose: Callable[[], str]) -> None:
-        """Raise RejectedRequestError if a token has no embedding; `whose` says in the message where it comes from."""
+        """Raise RejectedRequestError if a token has no embedding; `whose` names the token's origin in the message."""
         if self.num_embeddings is None or not token_ids or (largest := max(token_ids)) < self.num_embeddings:
             return
         raise RejectedRequestError(

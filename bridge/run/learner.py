@@ -97,7 +97,7 @@ class Learner:
         self._computed.is_prepared = True
 
     def write(self) -> None:
-        """Take all updates of the batch.
+        """Run all updates of the batch.
 
         An update whose gradient is not finite is skipped, and ends the batch. A later update that runs out of memory,
         or in which the user's loss fails, ends the batch, too; weights and state are then those of the update before.
@@ -108,7 +108,7 @@ class Learner:
             self.optimizer.scale_rates(self._schedule(self._batch.num_before + number))
             if not self._update(updates[number % len(updates)], first=number == 0):
                 break
-        self.optimizer.zero_grad()  # their memory belongs to the KV cache if it slept
+        self.optimizer.zero_grad()  # the KV cache needs this memory when it wakes
         self._computed.is_written = True
 
     def forget(self) -> None:
@@ -136,7 +136,7 @@ class Learner:
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
-        of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))  # ranks of a share have the same tokens
+        of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))  # ranks of a share repeat its tokens
         whole = (torch.cat(of_update) for of_update in zip(*of_shares, strict=True))
         return [least_entropy(whole_N, self.spec.top_entropy).to(self.trainable.device) for whole_N in whole]
 
@@ -146,7 +146,7 @@ class Learner:
         updates = zip(entropies, self._batch.only_ranked, self._batch.mini_batches, strict=True)
         for of_update, samples, trained in updates:
             for micro_batch in self._budget.packs(samples, [*trained, *samples]):
-                with torch.enable_grad():  # as in `_look_ahead`
+                with torch.enable_grad():  # same graph as in `_look_ahead`
                     of_update.append(self.trainable.logprobs(micro_batch)[1].cpu())
         return entropies
 
@@ -160,7 +160,7 @@ class Learner:
         if self._budget.sums_in_float32:
             self.optimizer.expect(torch.float32)  # compile it now, not between two writes
         updates = self._computed.passes
-        for least, passes in zip(self._thresholds, updates, strict=False):  # no thresholds: all tokens count
+        for least, passes in zip(self._thresholds, updates, strict=False):  # without thresholds, all tokens count
             for model_pass in passes:
                 advantages_N = model_pass.batch.advantages_N * (model_pass.entropies >= least)
                 model_pass.batch = replace(model_pass.batch, advantages_N=advantages_N)
@@ -198,7 +198,7 @@ class Learner:
         return True
 
     def _fits(self, passes: Sequence[Pass]) -> bool:
-        """Compute the gradients of a later update, and return whether all ranks could."""
+        """Compute the gradients of a later update, and return whether this succeeded on all ranks."""
         fits = False
         try:
             with self._ranks.in_pass():
@@ -267,7 +267,7 @@ class Learner:
 
 
 def log_uncorrected(loss: LossConfig, *, max_staleness: int, restart_interval: int) -> None:
-    """Log it if the configuration trains on stale completions without importance-sampling correction."""
+    """Log a note if the configuration trains on stale completions without importance-sampling correction."""
     causes = []
     if max_staleness:
         causes.append(f"--max-staleness {max_staleness}")

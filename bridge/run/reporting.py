@@ -1,7 +1,7 @@
 """Reporters receive the progress of a run; trackers draw its curves in TensorBoard and Weights & Biases.
 
-Both trackers are third-party code, imported when a run begins. One that fails during a run is reported once and
-dropped, since curves are no reason to end a run.
+Both trackers are third-party code, imported when a run begins. A tracker that fails during a run is reported once and
+dropped, because a run should not end for its curves.
 
 Not covered: showing a run to a person (`bridge_cli`).
 """
@@ -94,7 +94,7 @@ class Tracker(Protocol):
         """Draw the next point of each curve, and show `text`, if any."""
 
     def close(self, *, failed: bool) -> None:
-        """Finish writing; `failed` tells whether the run ended with an error."""
+        """Finish writing; `failed`: the run ended with an error."""
 
 
 class TensorBoard:

@@ -23,7 +23,7 @@ from bridge.optimizers import factory
 from bridge.types import Environment, Problem
 
 MOST_COMPARED = 20_000
-"""Most problems of a list that are compared, evenly spaced; its length is compared, too."""
+"""Maximum number of a list's problems that are compared, evenly spaced; its length is compared, too."""
 NUM_FIRST = 64
 """Number of problems that are compared if the problems may be endless."""
 MAY_DIFFER = {

@@ -57,7 +57,7 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, groups: Iterable[Group]) -> Iterator[None]:
-        """Let the block write the weights of `step`, for which these groups were trained on, too."""
+        """Let the block write the weights of `step`, which was also trained on these groups."""
         self._is_half_written = True
         yield
         self._is_half_written = False
@@ -79,7 +79,7 @@ class Checkpoints:
         self.trained = progress.trained
 
     def log_lack_of_room(self, optimizer: OptimizerName) -> None:
-        """Log it if the disk has no room for the checkpoint at the end of the run."""
+        """Log a note if the disk has no room for the checkpoint at the end of the run."""
         least = 0.0
         for parameter in self._policy.trainable.weights.values():
             state = BytesPerParameter.of(optimizer, weight_bytes=parameter.itemsize).device
@@ -165,7 +165,7 @@ class Checkpoints:
         name = f"weights_{self._prefix}{self.step}"
         path = self._run.writable(self._folder / name)
         number = 1
-        while path.exists():  # an earlier process may have used the name
+        while path.exists():  # an earlier process may have used this name
             number += 1
             path = self._run.writable(self._folder / f"{name}-{number}")
         return path

@@ -26,7 +26,7 @@ from bridge.types import Group
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one step; those of this rank's share, unless noted otherwise."""
+    """The samples of one step: those of this rank's share, unless noted otherwise."""
 
     mini_batches: Sequence[list[Sample]] = ()
     """Samples to train on, per update."""
@@ -120,9 +120,9 @@ class Computed:
         if prepared.replay is not None:
             rerouted_2 = prepared.replay.rerouted().double()
             tokens_LE = prepared.replay.expert_tokens().double()
-        num_rerouted, num_replayed = ranks.all_reduce(rerouted_2).tolist()  # of all slices, too
+        num_rerouted, num_replayed = ranks.all_reduce(rerouted_2).tolist()  # summed over slices, too
         tokens_LE = ranks.all_reduce(tokens_LE) if num_replayed else tokens_LE[:0]
-        num_taken = self.num_updates or len(self.norms)  # if the first update was skipped, its figures show why
+        num_taken = self.num_updates or len(self.norms)  # if the first update was skipped, its metrics show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
         entropy = ranks.all_reduce_shares(self.entropy).item()

@@ -126,7 +126,7 @@ class Run:
             )  # fmt: skip
 
     def _is_evaluation_missing(self) -> bool:
-        """Return whether the resumed run had ended between saving its checkpoint and evaluating that step."""
+        """Return whether the run that is resumed ended after saving its checkpoint, but before evaluating that step."""
         interval = self._config.evaluation.interval
         if not interval or self._begun_at % interval:
             return False

@@ -195,7 +195,7 @@ def work(channel: int, last_words: int, supervisor: int) -> None:
 
     On a crash or SIGTERM, the process writes its stack to the file `last_words` and exits.
     """
-    os.setpgid(0, 0)  # so that a score that signals its process group only reaches processes that it started
+    os.setpgid(0, 0)  # a score that signals its process group must only reach processes that it started
     _ignore_the_terminal()
     faulthandler.enable(last_words, all_threads=False)
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)

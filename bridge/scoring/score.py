@@ -178,7 +178,7 @@ def _read(value: object) -> Score | None:
 def limit_note(value: object) -> str:
     """Return a suffix for "expected a finite number" if `value` is, or directly holds, a number that is too large."""
     several: Any = [value]
-    if type(value) in (dict, list, tuple):  # those of foreign classes may do anything
+    if type(value) in (dict, list, tuple):  # subclasses may run foreign code
         several = [*value.values()] if isinstance(value, dict) else value
     are_too_large = (type(number) in (int, float) and LARGEST < abs(number) < math.inf for number in several)
     return f" of at most {LARGEST:g} in absolute value" if any(are_too_large) else ""

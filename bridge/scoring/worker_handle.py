@@ -41,7 +41,7 @@ SPOILED = "wrote to the connection of its process"
 MAX_STACK_BYTES = 2**16
 """Maximum number of bytes read from the file that `faulthandler` writes, because a score may write to it, too."""
 HARM = (EOFError, ConnectionError, BadAnswerError)
-"""Errors after which a process cannot answer any more."""
+"""Errors after which a process can no longer answer."""
 
 
 class WorkerProcess:
@@ -94,7 +94,7 @@ class WorkerProcess:
         `name` is the name of the called method for messages, and `timeout_s` its time limit, if it is not the score
         method. `is_first` means that the request does not depend on the state that earlier requests left.
         """
-        if self._is_gone() or (self._origin is not None and self._has_written()):  # without a request: it has exited
+        if self._is_gone() or (self._origin is not None and self._has_written()):  # unrequested output: it exited
             self.kill()
             self._start()
             if not is_first:
@@ -104,7 +104,7 @@ class WorkerProcess:
             origin = self._origin or await self._made()
             self._origin = origin
             answer = await self._answer(question, self._timeout_s if timeout_s is None else timeout_s)
-        except BaseException:  # a late answer would be taken for the answer to the next request
+        except BaseException:  # a late answer would be mistaken for the answer to the next request
             self.kill()
             raise
         if not isinstance(answer, str):
@@ -267,7 +267,7 @@ class WorkerProcess:
             return f"exited with status {status}"
         number = status - inside_worker.BY_SIGNAL
         memory = " (out of memory?)" if number == signal.SIGKILL else ""
-        names = {known.value: known.name for known in signal.Signals}  # most real-time signals have none
+        names = {known.value: known.name for known in signal.Signals}  # most real-time signals have no name
         return f"was killed by {names.get(number, f'signal {number}')}{memory}"
 
 

@@ -37,7 +37,7 @@ RETURN_LIMIT_S = 5.0
 """Timeout for returning the lease, which also expires when this process exits."""
 KEEPALIVE_S = 2.0
 """Idle time after which a connection is not reused: vLLM closes it after 5 s, and a request at that moment is lost."""
-_tls = functools.cache(httpx.create_ssl_context)  # slow, so all clients share one
+_tls = functools.cache(httpx.create_ssl_context)  # slow, so all clients share one context
 
 
 class Authorization(httpx.Auth):
@@ -53,7 +53,7 @@ class Authorization(httpx.Auth):
             request.headers.update(api_key.headers())
             if self._token is not None:
                 request.headers[protocol.TOKEN_HEADER] = self._token
-            if request.url.userinfo:  # a proxy's; httpx leaves them to a custom Auth
+            if request.url.userinfo:  # credentials of a proxy, which httpx leaves to a custom Auth
                 yield from httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request)
                 return
         yield request
@@ -108,7 +108,7 @@ class ServedModels(BaseModel):
 class VllmClient:
     """vLLM's own routes for health, models and adapters.
 
-    Every call raises ServerUnreachableError if the server does not answer or its answer makes no sense, and
+    Every call raises ServerUnreachableError if the server does not answer or its answer is malformed, and
     UsageError if it rejects the API key.
     """
 
@@ -146,7 +146,7 @@ class VllmClient:
         self._change_adapters("/v1/unload_lora_adapter", {"lora_name": name}, limit_s=self._control_limit_s)
 
     def earlier_adapters(self) -> list[str]:
-        """Return the names of the adapters that earlier runs with `--lora-handover disk` left."""
+        """Return the names of adapters left by earlier runs with `--lora-handover disk`."""
         return [model.id for model in self.models() if model.id.startswith(f"{protocol.ADAPTER}-")]
 
     def unload_earlier_adapters(self) -> None:
@@ -338,7 +338,7 @@ def key_rejected(url: str, response: httpx.Response) -> UsageError:
 
 
 def unreachable(url: str, reason: str) -> ServerUnreachableError:
-    """Return the error for a server that does not answer, or whose answer makes no sense."""
+    """Return the error for a server that does not answer, or whose answer is malformed."""
     return ServerUnreachableError(
         f"the server at {url} does not answer as expected ({reason})",
         hint="check its log, and restart it with: bridge serve-vllm --model MODEL",

@@ -27,7 +27,7 @@ FOLDER = "LOGDIR"
 MEMORY_FILE = "bridge-server-variables"
 """Name of the memfd with the variables that `/proc/PID/environ` lacks."""
 MAX_BYTES = 2**16
-"""Most bytes to read from that file: any process can create one with this name."""
+"""Maximum number of bytes read from that file, since any process can create one with this name."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 """Seals of a completely written memfd."""
 
@@ -46,7 +46,7 @@ def running() -> dict[Path, Manifest]:
 
 
 def find(given: Path | None = None) -> Path:
-    """Return the manifest's path as `manifest.find` does; if it finds none, that of the only running server.
+    """Return the manifest's path as `manifest.find` does, or that of the only running server if none is found.
 
     ManifestError if there is no server, or more than one.
     """

@@ -103,7 +103,9 @@ class LoraSlot(Record):
     """Shape (slots, 1 or experts, largest rank, this rank's inputs): the adapter's A in its first rows, zeros below."""
     lora_b: AnyHandle
     """Shape (slots, 1 or experts, this rank's outputs, largest rank): the adapter's B in its first columns, else zeros.
-    Already scaled by alpha / rank, as vLLM's `LoRALayerWeights.optimize` does."""
+
+    Already scaled by alpha / rank, as vLLM's `LoRALayerWeights.optimize` does.
+    """
 
 
 class Shard(Record):

@@ -312,7 +312,7 @@ class CompletionsRequest(Record):
 
 
 class Refusal(Record):
-    """The response with status 409: the request cannot be served."""
+    """The response with status 409: the server refuses the request."""
 
     error: str
     """What went wrong, the value found and the value expected."""

@@ -123,7 +123,7 @@ class StockReceiver(VllmClient):
                     hint="retry when no other request is running, or restart the server",
                 )
         except BridgeError:
-            with suppress(BridgeError):  # it may be dead
+            with suppress(BridgeError):  # the server may be dead
                 self.resume()
             raise
 
@@ -136,7 +136,7 @@ class StockReceiver(VllmClient):
             raise
 
     def publish(self, version: int) -> None:
-        """Name the weights that the server received, and resume generation with them."""
+        """Set the version of the weights that the server received, and resume generation with them."""
         name = f"{self._run}: version {version} ({self._nonce})"
         limit_s = self._control_limit_s
         try:
@@ -144,7 +144,7 @@ class StockReceiver(VllmClient):
             if response.status_code != httpx.codes.NOT_FOUND:
                 self._refuse_failure("/update_weight_version", response)
                 self._served = name
-        finally:  # whatever the server answers, its weights are complete
+        finally:  # the server has all weights, whatever it answers
             self.resume()
 
     def check_served(self) -> None:
@@ -172,7 +172,7 @@ class StockReceiver(VllmClient):
 
 
 class PatchedReceiver(BridgeClient):
-    """A Bridge server on this host as the receiver; this process takes its lease."""
+    """A server patched by Bridge, on this host; this process takes the server's lease."""
 
     version: int | None = None
 
@@ -205,7 +205,7 @@ class PatchedReceiver(BridgeClient):
         return status
 
     def check_served(self) -> None:
-        """Raise ServerUnreachableError if a different server, which rejects this token, has taken its place."""
+        """Raise ServerUnreachableError if the server was replaced by another one, which rejects this token."""
         self.status()
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:

@@ -58,11 +58,11 @@ class AttachedModel:
 
     model: PreTrainedModel  # in evaluation mode; its language model's parameters require gradients
     parameters: Mapping[str, nn.Parameter]  # by their names at attach time: adding an adapter renames them
-    shard: Shard  # of the server's manifest
+    shard: Shard  # from the server's manifest
     cuts: Sequence[Mapping[str, Cut]]  # each server rank's share of every parameter
     device: torch.device
     server_tensors: Mapping[str, torch.Tensor]  # vLLM's full parameters by vLLM's names, as mapped into this process
-    attach_s: float  # seconds to open the handles and make the views; building the model is not included
+    attach_s: float  # seconds to open the handles and create the views, without building the model
     allocated_bytes: int  # growth of the GPU allocator while attaching; always 0 on the CPU
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -76,7 +76,7 @@ class AttachedModel:
         spans = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
         unshared = []
         for name, parameter in self.model.named_parameters():
-            is_in_slot = name.partition(".lora_")[0] in self.shard.lora_slots  # as an adapter is
+            is_in_slot = name.partition(".lora_")[0] in self.shard.lora_slots  # an adapter's parameters lie in slots
             if not is_in_slot and not any(start <= parameter.data_ptr() < end for start, end in spans):
                 unshared.append(name)
         return unshared
@@ -227,7 +227,7 @@ def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict
         tensors[name] = _tensor(name, handle, storage, device)
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
     for (_, end, before), (start, _, after) in pairwise(spans):
-        if start < end:  # updating one would overwrite the other
+        if start < end:  # updating one parameter would overwrite the other
             raise AttachError(
                 f"{before} and {after} overlap in the server's memory by {end - start} bytes: the manifest was edited",
                 hint=RESTART,
@@ -259,7 +259,7 @@ def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
 def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: float) -> PreTrainedModel | None:
     """Return a stand-in for an attached model with random weights; parameters of the same shape share memory.
 
-    Memory for it and its gradients is allocated immediately. Return None if it does not fit beside a vLLM server that
+    Memory for it and its gradients is allocated immediately. Return None if it does not fit next to a vLLM server that
     uses this `share` of the GPU.
     """
     model = skeleton.build(name, dtype)

@@ -4,7 +4,7 @@ The model's parameters may be on the meta device. The loader slices views of the
 copies one into the other; the storage, offset and strides of both identify the elements. A computed tensor is not a
 view: a server parameter that is filled from one has no owner, and `layout.py` refuses it by name.
 
-Not covered: loaders that read the value of a weight (they raise), parameters that are replaced rather than copied into.
+Not covered: loaders that read weight values (they raise), parameters that are replaced instead of being copied into.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ _aten = torch.ops.aten
 
 
 class ViewsOnly(TorchDispatchMode):
-    """Return a view wherever code clones one of `tensors`, so that code that only slices them copies nothing."""
+    """Turn clones of `tensors` into views, so that code that only slices them copies nothing."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = tensors  # keeps them alive: the address of a freed storage could be reused
+        self._kept = tensors  # keeps the storages alive, since a freed address could be reused
         self._storages = {storage_of(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
@@ -50,7 +50,7 @@ class _Written(NamedTuple):
 class CopyRecorder(ViewsOnly):
     """Record copies out of `sources` instead of executing them; neither `sources` nor `targets` change.
 
-    Each source has a storage of its own; targets may share one.
+    Each source has a separate storage; targets may share one.
     """
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The layout: which view of vLLM's parameters is which Hugging Face parameter, and the proof that nothing is left out.
+"""The layout: which view of vLLM's parameters holds which Hugging Face parameter, and a check that none is left out.
 
 This module works on shapes and strides only; it needs neither tensors nor vLLM. The server joins the copies that vLLM's
 loader makes of each parameter (`copy_recorder.py`) into one view: of the full parameter, or of the part that one
@@ -113,7 +113,7 @@ def _box(name: str, shape: Shape, copy: Copy) -> _Box:
 
 
 def _fill(boxes: Sequence[_Box], sizes: Shape) -> bool:
-    """Return whether the boxes cover every index below `sizes`: cut along all their edges, every cell is in a box."""
+    """Return whether the boxes cover every index below `sizes`: each cell between their edges must be in a box."""
     edges = [
         sorted({0, size, *(box.low[axis] for box in boxes), *(box.high[axis] for box in boxes)})
         for axis, size in enumerate(sizes)
@@ -128,7 +128,7 @@ def _fill(boxes: Sequence[_Box], sizes: Shape) -> bool:
 
 
 def _step(boxes: Sequence[_Box], axis: int) -> int:
-    """Return the server's stride along `axis`: within a box, else between two boxes that are adjacent along it."""
+    """Return the server's stride along `axis`: within a box, or else between two boxes that are adjacent along it."""
     within = next((box.steps[axis] for box in boxes if box.steps[axis] is not None), None)
     if within is not None:
         return within

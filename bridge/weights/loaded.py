@@ -33,7 +33,7 @@ def load(
 ) -> OpenedModel:
     """Load `model` onto `device`: `auto`, `cpu`, `cuda` or `cuda:1`.
 
-    `dtype` defaults to the one in the model's configuration, or float32 if it names none. RoPE frequencies match those
+    `dtype` defaults to the one in the model's configuration, or else float32. RoPE frequencies match those
     of a server whose longest sequence has `max_model_len` tokens (None: unknown) and that runs the model as
     `server_class`. `hint` is the hint of the error if memory is too small; the default suits modes with a second copy.
     """
@@ -105,7 +105,7 @@ def _device(name: str) -> torch.device:
             hint="--trainer-device cpu, or another number" if num_gpus else "--trainer-device cpu",
         )
     if device.index:
-        torch.cuda.set_device(device)  # without it, the fence would wait for the server's GPU, not for this one
+        torch.cuda.set_device(device)  # otherwise the fence would wait for the server's GPU
     return device
 
 

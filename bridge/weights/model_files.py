@@ -1,8 +1,8 @@
 """The files in a model folder other than its weights: the source's configuration with any changes, and its other files.
 
 This does not use transformers' `save_pretrained`, which rewrites the configuration in the format of its own version.
-Earlier versions silently misread that format. It also refuses values that it loaded before, and an odd line in someone
-else's configuration must not cost trained weights.
+Earlier versions silently misread that format. It also refuses to save some values that it has loaded, but a strange
+line in someone else's configuration must not cost the trained weights.
 
 Not covered: the weights (`model_folder.py`), an adapter's configuration (`adapter.py`).
 """
@@ -163,7 +163,7 @@ def write(
 
 
 def document(config: "PretrainedConfig", source: Path | None, *, architecture: str, dtype: str) -> Document:
-    """Return a model's config.json: that of `source` with any changes, readable by both transformers 4 and 5."""
+    """Return a model's config.json: that of `source` with all changes, readable by both transformers 4 and 5."""
     current = config.to_dict()
     written = _read(source)
     if written is None:
@@ -340,7 +340,7 @@ def _source_folders(source: str, *, download: bool = False) -> Iterator[Path]:
         return Path(snapshot_download(source, ignore_patterns=ignored, local_files_only=local))
 
     if download and not constants.HF_HUB_OFFLINE:
-        with suppress(Exception):  # as below, or a timeout
+        with suppress(Exception):  # not cached, or a timeout
             yield in_thread(lambda: snapshot(local=False), "download").result(hub.LIMIT_S)
     for is_local in (True, False):
         with suppress(Exception):  # not cached, no such model, no network, an optional library is missing

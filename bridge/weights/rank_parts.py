@@ -199,9 +199,9 @@ class Parts:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a digest, 16 hexadecimal digits, of the values and order of `tensor`'s elements. It is not cryptographic.
+    """Return a non-cryptographic digest of the values and order of `tensor`'s elements, as 16 hexadecimal digits.
 
-    In each chunk, every word plus one is multiplied by an odd factor, a hash of its position, and summed modulo 2^64.
+    Per chunk: the sum, modulo 2^64, of each word plus one times an odd factor that is a hash of the word's position.
     The sums are the coefficients of a polynomial, so that reordering words or chunks changes the digest. Temporaries
     stay under 0.2 GiB.
     """

@@ -135,7 +135,7 @@ def _longrope(config: Any, layer_type: str | None, parameters: Parameters, max_m
 
 @torch.no_grad()
 def _uses(module: nn.Module, layer_type: str | None, frequencies: Tensor, scaling: float, max_model_len: int) -> bool:
-    """Return whether `module` computes the cosines of `frequencies`, for short positions only and with the longest."""
+    """Return whether `module` computes the cosines of `frequencies`, both for short positions and for the longest."""
     layers = {} if layer_type is None else {"layer_type": layer_type}
     for batch in ([0, 1], [0, 1, max_model_len - 1]):
         positions = torch.tensor([batch], device=frequencies.device)

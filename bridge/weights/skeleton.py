@@ -41,7 +41,7 @@ MISBUILT = (
 
 
 def configuration(model: str) -> PretrainedConfig:
-    """Load `model`'s configuration without settings that only record how its last user ran transformers.
+    """Load `model`'s configuration without settings of how its last user ran transformers.
 
     The attention implementation may be a package that is not installed here, and Bridge cannot call a model that
     returns tuples. vLLM ignores these settings.

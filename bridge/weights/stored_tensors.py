@@ -110,7 +110,7 @@ def describe(tensor: Tensor) -> Stored:
 
 
 def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Raise UsageError if the descriptions of any tensor differ; `name` is what the error calls the folder or file."""
+    """Raise UsageError if the descriptions of any tensor differ; `name` is the folder or file in the error message."""
     odd = sorted(key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key))
     if odd:
         faults = [
@@ -159,7 +159,7 @@ def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:
         if matrix is None or slot is None:
             yield f"there is no slot for {name}"
             continue
-        is_a = matrix["side"] == "A"  # a slot is [adapters, 1 or experts, *matrix]; an adapter's rank may be lower
+        is_a = matrix["side"] == "A"  # a slot: [adapters, 1 or experts, *matrix]; an adapter's rank may be lower
         most = slot.lora_a.shape[2]
         held = (slot.lora_b.shape[2], slot.lora_a.shape[3])
         view = shard.param_mappings.get(f"{module}.weight")  # None for experts, whose slots are not split

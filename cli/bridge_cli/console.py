@@ -143,7 +143,7 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _in_line(what: str, detail: str, width: int) -> str:
-    """Join `what` and `detail` in a line of at most `width` characters, cutting `what` first: the detail changes."""
+    """Join `what` and `detail` in a line of at most `width` characters; `what` is cut first, since `detail` changes."""
     room = max(width - len(detail) - 2, 0)
     start = what if len(what) <= room else f"{what[: max(room - 3, 0)]}..."
     return f"{start}  {detail}"[:width]

@@ -88,7 +88,7 @@ Example = tuple[Sequence[tuple[str, bool]], float]
 
 
 def cache_folder() -> Path:
-    """Return where models are kept: `$XDG_CACHE_HOME/bridge`, else `~/.cache/bridge`."""
+    """Return the folder of cached models: `$XDG_CACHE_HOME/bridge`, or `~/.cache/bridge`."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "bridge"
 
@@ -178,7 +178,7 @@ def word_tokenizer(words: Sequence[str], pattern: str, **choices: Any) -> Any:
     """Return a tokenizer that turns each match of `pattern` into one token and adds no special tokens to a prompt.
 
     `words` are the vocabulary in the order of their ids, `<pad>`, `<eos>` and `<unk>` included.
-    `choices` go to transformers.
+    `choices` are passed to transformers.
     """
     vocabulary = {word: index for index, word in enumerate(words)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

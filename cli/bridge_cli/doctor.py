@@ -155,7 +155,7 @@ def examine(
     """Yield every check, section by section; without Linux or a required package, only the checks that report it."""
     system = software.operating_system(sys.platform)
     packages = packages_complete()
-    if packages.status == "FAIL" and find_spec("httpx") is None:  # which the server checks need
+    if packages.status == "FAIL" and find_spec("httpx") is None:  # the server checks need httpx
         yield "Software", [system, packages]
         return
     if system.status == "FAIL":
@@ -207,7 +207,7 @@ def patches_fit() -> Check:
 
 
 def trial_gpu(facts: Facts, live: Manifest | None) -> str | None:
-    """Return the GPU to try CUDA IPC on: the server's if it is visible, else the first; None without a GPU."""
+    """Return the GPU to try CUDA IPC on: the server's if it is visible, otherwise the first; None without a GPU."""
     visible = [gpu.uuid for gpu in facts.gpus]
     own = live.shards[0].gpu_uuid if live else None
     return own if own in visible else next(iter(visible), None)

@@ -25,7 +25,7 @@ Name = Annotated[
 
 @from_config(
     FeedConfig, hide=("eval_data", "eval_env_args", "top_k", "top_p", "min_p")
-)  # nothing is evaluated; filters are refused
+)  # `bridge env` does not evaluate, and refuses filters
 def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None:
     """Feed an Atropos API with rollouts of an environment.
 

@@ -113,7 +113,7 @@ def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = 
 def commented(classes: tuple[type[Config], ...], given: Mapping[str, Any]) -> str:
     """Return a TOML file that sets the choices in `given`, by key, and comments out every other one.
 
-    A choice that several classes declare is written once, as the first of them declares it.
+    A choice that several classes declare is written once, as in the first of them.
     """
     tables: dict[str, list[str]] = {"": []}
     for index, cls in enumerate(classes):

@@ -56,7 +56,7 @@ class Servers(abc.ABC):
         """Longest sequence in tokens that every server accepts; None: unknown."""
 
     def preloading(self) -> contextlib.AbstractContextManager[object]:
-        """Import vLLM in the background, in a process that this block may turn into a server."""
+        """Import vLLM in the background, in a process that the block may turn into a server."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
@@ -96,7 +96,7 @@ class Launch:
     def start(self) -> None:
         """Train, and print how the run can be resumed, however it ends.
 
-        With several ranks, the process that the user started launches them and exits when they have ended.
+        With several ranks, the process that the user started launches the ranks, and exits when they have ended.
 
         Raises:
             BridgeError: the ranks cannot be started, a rank was lost, or the training failed.
@@ -193,7 +193,7 @@ def train_on(
     config = config.changed(**server.choices)
     run_of = partial(Run, config, environment, run, chosen=chosen, process=server.process, resume=resume, ranks=ranks)
     if not ranks.is_rank_zero:
-        with console.printing_only(*console.OF_STARTS):  # the first rank prints the rest
+        with console.printing_only(*console.OF_STARTS):  # the first rank prints all other lines
             return run_of(reporting.Reporter()).train()
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1

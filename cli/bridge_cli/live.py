@@ -36,7 +36,7 @@ from bridge_cli import console
 PERIOD_S = 0.25
 """Time between two refreshes of the terminal."""
 LONGEST_GOODBYE_S = 3.0
-"""Longest time that a terminal which no longer accepts output delays the end of a run."""
+"""Longest time that a terminal that no longer accepts output may delay the end of a run."""
 NARROWEST, LOWEST = 80, 24
 """Columns and rows of the smallest terminal that gets a view."""
 WIDE_ENOUGH = 100
@@ -228,7 +228,7 @@ class View(reporting.Reporter):
     def print_lines(self) -> bool:
         """Print all queued lines at once, and return whether there were any."""
         waiting = []
-        with suppress(IndexError):  # another thread may take the last one
+        with suppress(IndexError):  # another thread may take the last line
             while True:
                 waiting.append(self._lines.popleft())
         if waiting:
@@ -275,7 +275,7 @@ class Painter(Live):
             return
         is_last = True
         try:
-            is_over = self.is_over  # read first, so that no line queued before it is missed
+            is_over = self.is_over  # read first, so that lines queued before the end are not missed
             self._view.fit_terminal()
             if not self._view.print_lines():  # printing lines draws the view as well
                 super().refresh()
@@ -290,7 +290,7 @@ class Painter(Live):
 
 
 class Bars:
-    """A bar for each value, or for each mean of consecutive values if there are too many; NaN leaves a gap."""
+    """One bar per value, or per mean of consecutive values if there are too many; NaN leaves a gap."""
 
     def __init__(self, values: Sequence[float], *, height: int = 1, style: str = "cyan") -> None:
         self.values = values
@@ -301,7 +301,7 @@ class Bars:
         yield Text("\n".join(self.rows(options.max_width)), style=self._style, no_wrap=True, overflow="crop")
 
     def rows(self, width: int) -> list[str]:
-        """Return the lines from top to bottom; a spread below a fifth of the largest value is not magnified."""
+        """Return the lines from top to bottom. A range below a fifth of the largest value is not magnified."""
         columns = self._columns(width)
         finite = [value for value in columns if math.isfinite(value)] or [0.0]
         lowest = min(finite)
@@ -322,7 +322,7 @@ class Bars:
         return rows
 
     def _columns(self, width: int) -> list[float]:
-        """Return the values, or means of several in a row, so that there are at most `width`."""
+        """Return the values, or means of consecutive values, so that there are at most `width`."""
         num_columns = min(width, len(self.values))
         if not num_columns:
             return []

@@ -211,13 +211,13 @@ def _near_flag(wrong: str, command: Any) -> str | None:
 
 
 def _stray(message: str, command: Any) -> str | None:
-    """Return the positional argument that click's `message` refuses, if `command` has --model, its likely meaning."""
+    """Return the positional argument that click's `message` refuses, if `command` has --model, the likely meaning."""
     refused = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((\S+).*\)", message, re.DOTALL)
     takes_model = any("--model" in option.opts for option in getattr(command, "params", ()))
     return refused[1] if refused and takes_model else None
 
 
 def report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    if kind is not KeyboardInterrupt:  # Ctrl-C came before the command began, or while its end was reported
+    if kind is not KeyboardInterrupt:  # Ctrl-C before the command began, or while its result was reported
         sys.__excepthook__(kind, error, trace)
         console.note(REPORT)

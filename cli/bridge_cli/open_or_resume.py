@@ -35,7 +35,7 @@ def open_run(
 
     of_loss = LossSpec.of(config.loss).metrics
     if config.loss.is_own:
-        metrics.check_names(of_loss[1:], config.loss.name)  # `kl` is Bridge's
+        metrics.check_names(of_loss[1:], config.loss.name)  # without `kl`, which is Bridge's
     metrics.goal_of(config.stop_at, of_loss)
     reference.check(config.model_name, config.loss.reference_model)
     reporting.check_trackers(config.tracking)
@@ -73,7 +73,7 @@ def _resumed(
 ) -> "tuple[Path | None, Path | None, SavedCheckpoint | None]":
     """Return the run directory and the checkpoint folder to resume from, and the newest checkpoint there.
 
-    They come from --save-path, else from --run-dir, else from the newest run whose choices match `wanted`. Newer runs
+    They come from --save-path, --run-dir, or the newest run whose choices match `wanted`, in this order. Newer runs
     and checkpoints that cannot be resumed are reported.
     """
     if run_dir is not None:

@@ -164,7 +164,7 @@ def _parameter(name: str, kind: type, **more: Any) -> inspect.Parameter:
 def _kind(field: FieldInfo) -> Any:
     """Return the type in `type | None`."""
     annotation: Any = field.annotation
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # the latter for a Literal, on 3.11
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # Union is for a Literal on Python 3.11
         (annotation,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
     return annotation
 

@@ -70,9 +70,9 @@ class Plan:
     least_kv_tokens: int
     rows: tuple[Row, ...]
     obstacles: tuple[Obstacle, ...]
-    sight: str  # what its vision model is used for; empty: it has none
+    sight: str  # what the vision tower is used for; empty: the model has none
     recommended: str | None  # command for the most precise setup that fits
-    recommended_without_host: str | None  # the same without host memory, if `recommended` uses some
+    recommended_without_host: str | None  # the same without host memory, if `recommended` uses it
 
 
 @from_config(ServeConfig, TrainConfig, hide=HIDDEN)
@@ -98,7 +98,7 @@ def plan(
         host_bytes: float = left_bytes()
     else:
         gpus = [gpu_memory * GIB]
-        host_bytes = math.inf  # that of another machine is unknown
+        host_bytes = math.inf  # another machine's host memory is unknown
     if not gpus:
         raise UsageError("this machine has no GPU to plan for", hint="give its memory in GiB: --gpu-memory 80")
     if host_memory is not None:
@@ -171,7 +171,7 @@ def _show(plan: Plan, *, everything: bool) -> None:
     shown: Sequence[Row] = plan.rows
     if not everything and best is not None:
         shown = [best]
-    elif not everything:  # the nearest of each mode and device
+    elif not everything:  # the setup closest to fitting, per mode and device
         shown = [min(section, key=lambda row: row.lacking_gib) for _, section in groupby(plan.rows, _trainer_of)]
     for (mode, device), section in groupby(shown, _trainer_of):
         _show_section(mode, device, list(section))

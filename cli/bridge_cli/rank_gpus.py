@@ -55,7 +55,7 @@ def check_divides(name: str, parts: int, num_slices: int = 1) -> None:
     """Check that vLLM can cut the model `name` into `parts`, and the trainer its passes into `num_slices`.
 
     Raises:
-        UsageError: one of them cannot.
+        UsageError: the weights or the passes cannot be cut this way.
     """
     check_cuts(name, num_slices)
     described = model.read(name) if parts > 1 else None

@@ -193,7 +193,7 @@ def _spec(layout: RankLayout, handler: Any, scratch: Path) -> WorkerSpec:
         "tp_size": layout.tp_size, "cp_size": layout.cp_size, "device": layout.device, "gpus": layout.gpus,
         "scratch": str(scratch), "variables": variables,
     }  # fmt: skip
-    leash = "-I", "-S", str(children.LEASH), str(os.getpid())  # ends the rank with this process, in any case
+    leash = "-I", "-S", str(children.LEASH), str(os.getpid())  # ends the rank when this process ends
     python = sys.executable, "-P", "-c", MAIN
     return WorkerSpec(
         role="rank",
@@ -213,7 +213,7 @@ def _prepare_elastic() -> None:
     logger.propagate = False
     acting = [number for number in SIGNALS if number != signal.SIGQUIT and signal.getsignal(number) != signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in acting)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a restart does not reuse the store of lost ranks
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a restart must not reuse the store of lost ranks
 
 
 def _rendezvous(layout: RankLayout, scratch: Path) -> RendezvousParameters:
@@ -281,7 +281,7 @@ def _interface(layout: RankLayout) -> str | None:
         return "lo"
     family, *_, remote = socket.getaddrinfo(*address(layout), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(remote)  # sends nothing, and chooses a route
+        probe.connect(remote)  # sends nothing: connecting UDP only picks a route
         own = str(probe.getsockname()[0])
     named = (
         name for name, addresses in psutil.net_if_addrs().items() if any(entry.address == own for entry in addresses)

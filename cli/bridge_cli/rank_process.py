@@ -2,7 +2,7 @@
 
 The first rank of a host prints, the others write to `ranks/` in the run directory.
 
-Not covered: how ranks are started and restarted (`rank_launcher.py`), what each does (`launch.py`), and what they
+Not covered: how ranks are started and restarted (`rank_launcher.py`), what a rank does (`launch.py`), and what ranks
 exchange (`bridge/ranks/world.py`).
 """
 

@@ -90,7 +90,7 @@ def find(server: ServerConfig, *, attaches: bool) -> list[RunningServer]:
     if not attaches:
         return []
     if not names:
-        with contextlib.suppress(ManifestError):  # the mode raises it, after what is wrong with the command itself
+        with contextlib.suppress(ManifestError):  # the mode raises this error later, after faults of the command itself
             path = manifests.find(server.config_path)
             return [RunningServer(path, manifests.load(path))]
         return []
@@ -103,7 +103,7 @@ def check_free(servers: Sequence[RunningServer], timeout_s: float, *, resumes: b
     """Check that no trainer updates the servers, and that their weights are complete unless a checkpoint replaces them.
 
     Raises:
-        AttachError: another trainer updates one, or its weights may be half-written.
+        AttachError: another trainer updates one of the servers, or weights may be half-written.
     """
     from bridge.server.client import BridgeClient
 

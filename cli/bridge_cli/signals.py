@@ -97,7 +97,7 @@ def leave(code: int) -> NoReturn:
 
 
 def prepare() -> InterruptHandler:
-    """Let this process end cleanly on every signal except SIGQUIT, which ends it at once, and outlive its terminal.
+    """Let this process end cleanly on every signal except SIGQUIT, which ends it immediately, and outlive its terminal.
 
     Ignored signals stay ignored: a run under `nohup` continues. A closed standard stream becomes /dev/null.
     """

@@ -149,7 +149,7 @@ class StartedServers(Servers):
         assert self.command is not None, "a rank with a whole model starts a server"
         device = leave_core_to_server() if device_type == "cpu" else torch.device("cuda", 0)
         dtype = torch.bfloat16 if self.serve.dtype == "auto" else getattr(torch, self.serve.dtype)
-        share = float(value(self.command.argv, "--gpu-memory-utilization") or 1)  # if unknown, vLLM may use all memory
+        share = float(value(self.command.argv, "--gpu-memory-utilization") or 1)  # 1: vLLM may use all memory
         model = partial(stand_in, config.model_name, dtype, device, share=share)
         return compiling_ahead(
             model, config.compute, config.optimizer,
@@ -160,7 +160,7 @@ class StartedServers(Servers):
     def _command(self, world: "Ranks", sampling: SamplingConfig, manifest: Path) -> ServerCommand:
         """Return the server command for a replica other than the first."""
         manifest.parent.mkdir(parents=True, exist_ok=True)
-        is_known = not self.trainer.rollouts.samples_here  # environments know it, even after a resume
+        is_known = not self.trainer.rollouts.samples_here  # environments know the port, even after a resume
         port = self.serve.port + world.dp_rank if is_known else free_port(self.serve.host)
         serve = self.serve.model_copy(update={"port": port, "vllm_config_path": manifest})
         return self._prepared(serve, sampling)
@@ -181,7 +181,7 @@ def send_key(flags: Sequence[str]) -> None:
     """Make this process send the API key that vLLM's own `flags` set, if any."""
     if key := value(flags, "--api-key"):
         os.environ[api_key.VARIABLE] = key
-    api_key.headers()  # refuses a key that cannot be sent
+    api_key.headers()  # raises for a key that cannot be sent
 
 
 def _check_adapter(model: str, lora: LoraConfig) -> None:

@@ -293,7 +293,7 @@ def _folder(path: Path, subset: str | None, source: str, flag: str) -> tuple[Row
     else:
         splits = _splits_of_card(path, subset, flag) or _splits_by_name(folder)
     if not splits:
-        with tempfile.TemporaryDirectory() as cache:  # files of other formats, such as CSV
+        with tempfile.TemporaryDirectory() as cache:  # files in other formats, such as CSV
             other = {"data_dir": None if folder == path else subset, "cache_dir": cache}
             return _data_set(source, flag, str(path), **other)
     for name, files in splits.items():

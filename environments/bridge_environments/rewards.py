@@ -1,11 +1,11 @@
 r"""Weighted sums of rewards chosen by name, such as `--reward math,format=0.2,my.py:brief`.
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
-counts, and none inside `<think>...</think>`. A heading such as `#### Answer` above other text is no mark. math-verify
-decides what is equal, by its defaults, but for small numbers (`_is_equal`), percentages (`_read`), emphasis, words
-behind a number, mixed numbers, thousands separators, scientific notation, and what stands in front of an answer or
-behind it (`_tidied`). It has no time limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what
-takes too long.
+counts, and marks inside `<think>...</think>` do not. A heading such as `#### Answer` above other text is not a mark.
+math-verify decides what is equal, by its defaults, except for small numbers (`_is_equal`), percentages (`_read`),
+emphasis, words after a number, mixed numbers, thousands separators, scientific notation, and text before or after an
+answer (`_tidied`). It has no time limit here, and evaluates formulas such as `10^10^10`: `bridge/scoring` ends scores
+that take too long.
 """
 
 import difflib
@@ -45,12 +45,11 @@ MIXED = re.compile(
 )
 """A mixed number such as `1 1/4`, which math-verify reads as 2/4."""
 SMALL_FRACTION = re.compile(r"(?:(\d)[ \u2009\u202f]?)?([¼-¾⅐-⅞])")
-"""A fraction written as one character, after the last digit of a whole number or on its own."""
+"""A fraction written as one character, after the last digit of a whole number or by itself."""
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(?:\d+\.\d*|\.\d+)[eE][+-]?\d{1,3}|\d+[eE](?:\+?\d{1,3}|-\d{2,3}))(?!\w|\.\d)")
 """A number such as 1.5e3 or 2E-05, which LaTeX would read as a product with Euler's number."""
 EITHER = re.compile(r"\d+[eE]-\d")
-"""Only a number if it is the complete answer; in a formula, or if the right answer has Euler's number, `3e-1` is a
-difference."""
+"""A number only as the full answer; `3e-1` is a difference in formulas, or if the right answer has Euler's number."""
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|mathit|textrm)\s*\{([^{}]*)\}")
 COMMAS = re.compile(r"(?<![\w.,{(\[])(?<![{(\[][-+])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 """A number with commas as thousands separators, which math-verify reads as a list unless it stands on its own."""
@@ -66,7 +65,7 @@ NO_WORD = rf"(?<![\\\w{{])(?!(?:{FUNCTIONS}|infinity|and|or)\b)"
 WORD = rf"{NO_WORD}[^\W\d_]{{3,}}(?![\w(])"
 """A word outside of LaTeX, which math-verify would read as a product of letters."""
 SHORT_WORD = rf"{NO_WORD}[^\W\d_]{{2,}}(?![\w(])|(?<=\d)\s+[^\W\d_](?:\^\d|/[^\W\d_])"
-"""The same with two letters, or a unit such as `m^2`; used if the right answer is a number."""
+"""The same for two letters, or a unit such as `m^2`; used if the right answer is a number."""
 WORDS_BEHIND = re.compile(rf"(?<=[\d)}}%])\s+\(?{WORD}[^\d\\]*$")
 """Words after a number: `eggs a day` in `42 eggs a day`."""
 PROSE = re.compile(r"[^\d\\]*[^\W\d_]{3}[^\d\\]*")
@@ -74,11 +73,11 @@ PROSE = re.compile(r"[^\d\\]*[^\W\d_]{3}[^\d\\]*")
 MAX_ANSWER_CHARACTERS = 400
 """Maximum length of a marked answer; longer ones do not count."""
 SMALL_ZEROS = 4
-"""Decimal place of the first digit of numbers below 0.001, of which six decimals would keep fewer than four digits."""
+"""Decimal place of the first digit of numbers below 0.001: six decimals would keep fewer than four of their digits."""
 MAX_ZEROS = 400
 """Numbers with more leading zeros are equal only if they are the same formula."""
 END_CHARACTERS = 1000
-"""Length of a completion's end in which an answer without a mark is searched."""
+"""Number of characters at a completion's end that are searched for an answer without a mark."""
 Score = Callable[[Problem, str], Any]
 TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL's trainer passes to rewards in addition to prompts, completions and columns."""
@@ -104,7 +103,7 @@ PROBLEMS = ("problem", "answer", "ground_truth", "label", "solution", "target", 
 def exact(problem: Problem, completion: str) -> float:
     """Return 1.0 if the completion is the problem's answer, apart from surrounding whitespace.
 
-    A column of numbers with gaps has floats: 3.0 is 3, too.
+    3.0 counts as 3, because a column of numbers with gaps is stored as floats.
     """
     answer = problem["answer"]
     given = completion.strip()
@@ -118,7 +117,7 @@ def equal(problem: Problem, completion: str) -> float:
 
 
 def is_marked(_: Problem, completion: str) -> float:
-    r"""Return 1.0 if the completion marks an answer, by `####` or in `\\boxed{}`, right or wrong."""
+    r"""Return 1.0 if the completion marks an answer with `####` or `\\boxed{}`, whether right or wrong."""
     return float(bool(marked(completion)))
 
 
@@ -202,8 +201,8 @@ def parse(text: str) -> tuple[Reward, ...]:
 def split(text: str) -> Iterator[tuple[str, str | None]]:
     """Yield each name or `path/to/file.py:function` in a list of rewards, with its weight as written, if it has one.
 
-    A path may have commas and equals signs: a weight follows the function's name, and a comma inside the path of a file
-    that is there separates nothing.
+    A path may contain commas and equals signs: a weight follows the function's name, and commas inside the path of an
+    existing file do not separate names.
     """
     pieces = text.split(",")
     while pieces:
@@ -375,8 +374,8 @@ def _without_thoughts(completion: str) -> str:
 def is_right(answer: object, completion: str) -> bool:
     """Return whether `completion` gives an answer that equals `answer`, a number or formula, marked or not.
 
-    The completion's marked answer counts; without a mark, what follows "the answer is", or else the last number. What
-    it thinks, in `<think>...</think>`, is no answer.
+    The completion's marked answer counts; without a mark, the text after "the answer is", or else the last number. Text
+    inside `<think>...</think>` is not an answer.
     """
     import sympy
 
@@ -395,7 +394,7 @@ def is_right(answer: object, completion: str) -> bool:
 
 
 def _last_mark(text: str) -> Any:
-    """Return the match of the last mark; None without one."""
+    """Return the match of the last mark; None if there is no mark."""
     marks = list(MARK.finditer(text))
     return marks[-1] if marks else None
 
@@ -416,8 +415,8 @@ def _gold(answer: str) -> list[Any]:
 def _read(given: str, *, word: str, has_euler: bool) -> list[Any]:
     """Parse a marked answer with math-verify: a formula, or the number in a line of words.
 
-    A line behind `####` may be prose, in which math-verify finds a number; what a box holds is a formula. `word` is
-    what makes a line prose; empty for a box.
+    A line after `####` may be prose, in which math-verify finds a number; the content of a box is a formula. `word`
+    matches what makes a line prose; empty for a box.
     """
     tidy = _tidied(given, has_euler=has_euler)
     if not tidy:
@@ -445,9 +444,9 @@ def _tidied(given: str, *, has_euler: bool = False) -> str:
 def _joined(text: str) -> str:
     r"""Return `text` with its numbers in a form that math-verify parses in any context.
 
-    Of emphasis only its text stays, since math-verify reads 3 in `**3/4**`. Mixed numbers become fractions, and
-    thousands separators and exponents behind `e` plain digits; a minus is ASCII's, and dollars that math-verify does
-    not read as such are left out.
+    Emphasis is removed, since math-verify reads 3 in `**3/4**`. Mixed numbers become fractions, and numbers with
+    thousands separators or an exponent after `e` become plain digits. Minus signs become ASCII, and dollar signs that
+    math-verify does not recognize are dropped.
     """
     text = EMPHASIS.sub(r"\3", text)
     text = DOLLARS.sub("", text.replace("\u2212", "-"))
@@ -489,7 +488,7 @@ def _parse(text: str) -> list[Any]:
 def _is_equal(gold: list[Any], given: list[Any]) -> bool:
     """Return math-verify's verdict; numbers below 0.001 are compared by six significant digits.
 
-    It rounds every number to six decimals: 0.0 would equal 1.6e-19.
+    math-verify rounds every number to six decimals: 0.0 would equal 1.6e-19.
     """
     from math_verify import verify
 

@@ -1,7 +1,7 @@
-"""An endless stream of short word problems that a small model can learn: `--environment word_problems`, three levels.
+"""`--environment word_problems`: an endless stream of short word problems on three levels that a small model can learn.
 
-A problem is a story with a name, a thing and numbers, all drawn with a fixed seed. Only the story and the numbers
-decide whether a problem is held out, so no held-out problem appears in training with a different name or thing.
+A problem is a story with a name, an object and numbers, all drawn with a fixed seed. Only the story and the numbers
+decide whether a problem is held out, so no held-out problem appears in training with a different name or object.
 """
 
 import random

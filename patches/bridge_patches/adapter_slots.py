@@ -3,7 +3,7 @@
 vLLM writes a slot when it activates an adapter in it, and does not write it again while the adapter stays active
 (`LRUCacheWorkerLoRAManager.add_adapter`). A pinned adapter is not evicted.
 
-Symptom: with a pinned adapter, a request for one adapter too many stops the entire engine.
+Symptom: with a pinned adapter, a request for one adapter more than there are free slots stops the entire engine.
 Cause: vLLM 0.26 to 0.33 schedules by the number of slots, pinned or not, and discovers in the middle of a step that
 no slot is free (`LRUCache.popitem`: "All items are pinned"). The same happens with a request whose adapter was just
 removed: the worker would load it again from disk.

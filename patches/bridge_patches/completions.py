@@ -171,7 +171,7 @@ def _experts(output: Any, num_prompt: int) -> dict[str, Any]:
 
     AttachError if they were not reported.
     """
-    if output.finish_reason == "abort":  # it ended before its experts were known
+    if output.finish_reason == "abort":  # aborted before its experts were known
         return {}
     rows = output.routed_experts
     num_rows = num_prompt + len(output.token_ids) - 1
@@ -240,7 +240,7 @@ async def _unless_disconnected(request: Request, answers: AsyncGenerator[Any, No
 
 
 async def _explained(request: Request) -> Exception:
-    """Return the error for non-finite log-probabilities, which says whether the weights are the cause."""
+    """Return the error for non-finite log-probabilities; it says whether the weights are the cause."""
     scan = await exporter.finiteness(request.app.state.bridge_engine)
     if not scan.not_finite:
         return HTTPException(500, f"log-probabilities are not finite, but {scan.found()}: a kernel is broken")

@@ -286,7 +286,7 @@ def one_prompt_at_a_time(
                 logprobs |= original(runner, hidden_states, num_scheduled_tokens, *args, **kwargs)
             finally:
                 FIRST_TOKEN.reset(token)
-            if not runner.num_prompt_logprobs:  # its prompt is complete
+            if not runner.num_prompt_logprobs:  # the request's prompt is complete
                 del requested[request]
     finally:
         runner.num_prompt_logprobs = requested
@@ -294,7 +294,7 @@ def one_prompt_at_a_time(
 
 
 def adapter_of_one_request(original: property) -> property:
-    """Return `original`, which has the adapter of each row of logits, with one adapter in `one_prompt_at_a_time`."""
+    """Return `original`, the adapter of each row of logits, but with a single adapter in `one_prompt_at_a_time`."""
 
     def sampler_indices(self: Any) -> Tensor:
         first = FIRST_TOKEN.get()

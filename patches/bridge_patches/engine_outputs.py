@@ -4,8 +4,8 @@ Symptom: with log-probabilities, 64 completions of a 1.5B model take a third lon
 Cause: every completion sends three one-element arrays per step, and msgspec calls back into Python for each of them, in
 a thread that delays the one that launches the next step; then the API server handles every token individually.
 What is done: the log-probabilities of a step are converted to plain numbers once, for all its requests. A rollout,
-whose client waits for the complete result, collects its tokens in the engine. Other requests get each step's part at
-once.
+whose client waits for the complete result, collects its tokens in the engine. Other requests get each step's part
+immediately.
 Why this is safe: the bytes sent are those that vLLM's own encoder would produce, and vLLM's own decoder reads them. A
 step of speculative decoding also sends several tokens of a request together. An aborted request first sends what it
 has. Prompt log-probabilities, which are sent only once, are unchanged; a rollout sends them with its first tokens.
@@ -200,7 +200,7 @@ class Held:
             output.prefill_stats = before.prefill_stats or output.prefill_stats
             output.events = [*(before.events or ()), *(output.events or ())] or None
             output.num_nans_in_logits = max(before.num_nans_in_logits, output.num_nans_in_logits)
-            if before.new_prompt_logprobs_tensors is not None:  # they come once, with the first token
+            if before.new_prompt_logprobs_tensors is not None:  # sent only once, with the first token
                 output.new_prompt_logprobs_tensors = before.new_prompt_logprobs_tensors
 
     def message(self) -> Any:
@@ -241,7 +241,7 @@ class Outbox:
         return [self._held.pop(request).message() for request in request_ids if request in self._held]
 
     def forget(self, living: Mapping[str, Any]) -> None:
-        """Discard the tokens of finished requests, once more requests have tokens here than are live."""
+        """Discard the tokens of finished requests, as soon as more requests have tokens here than are live."""
         if len(self._held) > len(living):
             self._held = {request: held for request, held in self._held.items() if request in living}
 

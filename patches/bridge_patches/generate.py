@@ -153,7 +153,7 @@ def _reply(fields: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> di
     }
     if fields.get("logprobs") is not None:
         reply["logprobs"] = [_logprobs(choice) for choice in choices]
-    if fields.get("prompt_logprobs") is not None:  # the first token of the prompt has none
+    if fields.get("prompt_logprobs") is not None:  # the prompt's first token has no log-probability
         reply["prompt_logprobs"] = [
             position and {token: entry["logprob"] for token, entry in position.items()}
             for position in choices[0]["prompt_logprobs"]

@@ -85,7 +85,7 @@ class Resets:
         for block in HashedBlocks(pool):
             block.reset_hash()
         pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
-        if hasattr(pool, "cached_block_hashes_by_block"):  # since 0.31, when a block may have several
+        if hasattr(pool, "cached_block_hashes_by_block"):  # since 0.31, where a block may have several hashes
             pool.cached_block_hashes_by_block.clear()
         self._num_kept += 1
 

@@ -53,14 +53,14 @@ def main() -> None:
     os.environ.update(dict(environment.items() - before.items()))  # vLLM sets some variables when it is imported
     discovery.publish_variables(environment)
     sys.argv = argv[argv.index("-m") + 1 :]
-    sys.modules.pop(sys.argv[0], None)  # it runs as __main__, as if never imported
+    sys.modules.pop(sys.argv[0], None)  # runs as __main__, so it must look as if never imported
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def _import() -> bool:
     """Import what the server and its engine use, and exclude it from garbage collection; False if an import failed.
 
-    These objects are never garbage, but Python would scan them repeatedly: a seventh of the import time, or a quarter
+    These objects are never garbage, but scanning them repeatedly would take a seventh of the import time, or a quarter
     without bytecode. The forked engine does not scan them either.
     """
     gc.disable()

@@ -87,7 +87,7 @@ class PlainKernel:
     """A vLLM kernel for FP8 linear layers on a CPU, which does not quantize the inputs."""
 
     def __init__(self, config: Any) -> None:  # noqa: ARG002  vLLM's signature
-        self._multiply = cpu_backend.linear()  # chosen now, because a graph cannot check for CPU instructions
+        self._multiply = cpu_backend.linear()  # choose now, because a graph cannot check the CPU's instruction set
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:  # noqa: ARG003

@@ -238,7 +238,7 @@ class ExpertsInCache:
             return False
         self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         num_slots = kv_cache_config.num_blocks * self._block_size
-        self._store = np.empty((num_slots, *rows.shape[1:]), rows.dtype)  # uses memory only once written
+        self._store = np.empty((num_slots, *rows.shape[1:]), rows.dtype)  # takes memory only where it is written
         return True
 
     def _follow(self, scheduled: Any) -> dict[str, int]:

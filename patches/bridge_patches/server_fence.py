@@ -43,7 +43,7 @@ class Phase(Enum):
     REWRITING = "rewriting"
     """Paused by a holder that took over torn weights: only a publication ends this phase."""
     TORN = "torn"
-    """One of the holder's processes died while writing or rewriting, whether it had already written or not."""
+    """One of the holder's processes died while writing or rewriting, even if it had not written anything yet."""
 
 
 Step = Literal["read", "write", "rewrite", "publish", "resume"]
@@ -117,7 +117,7 @@ class ServerFence:
         )
 
     def take_lease(self, holder: Holder, run: str, client: str = "") -> None:
-        """Let only `holder` write, until every client of it that took the lease has returned it, or the holder dies."""
+        """Let only `holder` write, until all of its clients that took the lease return it, or the holder dies."""
         self.refuse_without_lease(holder)
         self._refuse_busy(holder)
         _refuse_unseen(holder)

@@ -56,7 +56,7 @@ def patch() -> None:
 
     @wrap(utils, "get_hash_factors")
     def factors(original: Callable[..., Any], config: Any, ignored_factors: set[str], *args: Any, **kwargs: Any) -> Any:
-        is_known = isinstance(config, ModelConfig) and not config.trust_remote_code  # such code is in that folder
+        is_known = isinstance(config, ModelConfig) and not config.trust_remote_code  # custom code is in that folder
         ignored = ignored_factors | {"model"} if is_known else ignored_factors
         return original(config, ignored, *args, **kwargs)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bridge_cli.report.record import Run
 
 HEAD_BYTES = 2048
-"""A report names its generator within its first bytes; a file that does not is never overwritten."""
+"""A report names its generator within this many bytes; any other file is never overwritten."""
 MOST_RUNS = 8
 """Maximum number of runs on a page, one per color."""
 

@@ -26,11 +26,11 @@ EACH_STEP = "each step"
 
 
 MAIN, MISMATCH = "reward_mean", "logprob_diff_mean"
-"""The chart of the first also shows evaluations and names events, that of the second shows the healthy range."""
+"""Metrics with special charts: `MAIN`'s shows evaluations and the names of events, `MISMATCH`'s the healthy range."""
 
 
 def sections(runs: Iterable[Run]) -> dict[str, Sequence[Metric]]:
-    """Return the metrics of each section, the last with those that a custom loss or a library loop logged."""
+    """Return the metrics of each section; the last one includes those that a custom loss or a library loop logged."""
     names = sorted({name for run in runs for name in run.columns if name.partition("/")[0] not in METRICS})
     others = [replace(undeclared(name), title=name.replace("/", ": ", 1), about="As it was logged.") for name in names]
     return {**SECTIONS, "Other metrics": others}
@@ -108,7 +108,7 @@ class Artist:
             yield metric.title + unit, {label: metric.scale * values for label, values in curves.items()}
         elif metric.items is None:
             yield metric.title + unit, self._of_runs(metric, metric.name)
-        elif metric.chart not in ("stacked", "ramp"):  # another metric sums those up
+        elif metric.chart not in ("stacked", "ramp"):  # not the parts that a stacked chart of another metric shows
             for name, label in columns.items():
                 yield f"{metric.title}: {label}{unit}", self._of_runs(metric, name)
 

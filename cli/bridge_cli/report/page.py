@@ -53,7 +53,7 @@ def html(runs: Sequence[Run]) -> str:
         drawing.title: drawing.plot for group in sections.values() for drawing in group if drawing.plot
     }
     document = Document()
-    with document.models.freeze():  # else Bokeh walks through all models again with each plot
+    with document.models.freeze():  # otherwise Bokeh walks through all models again for each plot
         for plot in plots.values():
             document.add_root(plot)
     script, divs = components(plots, wrap_script=False) if plots else ("", {})

@@ -24,7 +24,7 @@ from bridge.errors import UsageError
 Column = NDArray[np.float64]
 """One value per step; NaN where it is missing."""
 LONGEST_INT = 18
-"""Digits. Longer integers stay text: a float cannot hold them exactly, and the longest overflow it."""
+"""Digits. Longer integers stay text: a float cannot hold them exactly, and very long ones overflow."""
 NUM_PROBLEMS, NUM_STEPS = 3, 12
 """How many recurring problems to follow, and how many steps to show."""
 FEWEST_STEPS = 4
@@ -157,7 +157,7 @@ def json_object(text: bytes) -> dict[str, Any] | None:
 
 
 def _object(value: object) -> Mapping[str, Any]:
-    """Return a JSON object from a file that anybody may have edited; anything else counts as empty."""
+    """Return `value` if it is a JSON object, otherwise an empty one: anybody may have edited the file."""
     return value if isinstance(value, dict) else {}
 
 
@@ -199,7 +199,7 @@ class Samples(NamedTuple):
 
 
 def samples(path: Path, notes: list[str], *, longest: int = LONGEST_TEXT) -> Samples:
-    """Pick completions from `rollouts.jsonl`: of problems that recur during the run, else of steps spread over it.
+    """Pick completions from `rollouts.jsonl`: of problems that recur during the run, or of steps spread over the run.
 
     The file is not loaded as a whole. Damaged lines are noted.
     """
@@ -268,7 +268,7 @@ def _step(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _bounded(row: Any, longest: int) -> Any:
-    """Return a group whose texts are cut; the turns of a completion share the limit of one text."""
+    """Return a group with truncated texts; the turns of a completion share the limit of one text."""
     for sample in (*row["completions"], *row.get("unscored", ())):
         if (turns := sample.get("turns")) and isinstance(turns, list):
             sample["turns"] = cut(turns, max(longest // len(turns), SHORTEST_TURN))
