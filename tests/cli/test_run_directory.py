@@ -44,7 +44,7 @@ def test_every_step_is_one_object_with_the_documented_names(tmp_path: Path) -> N
     assert [step["step"] for step in written] == [1, 2]
 
 
-def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
+def test_non_finite_metric_becomes_null(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, environment="arithmetic")
     run.append(metrics(1, loss=math.nan, grad_norm=math.inf))
     (line,) = run.metrics.read_text().splitlines()

@@ -44,7 +44,7 @@ def problems(tree: Path, claims: str, text: str, page: str = "docs/training.md")
     return check.problems(tree, tree / "results")
 
 
-def test_quoted_figures_are_those_of_the_results() -> None:
+def test_quoted_figures_match_the_results() -> None:
     assert check.problems() == []
 
 
@@ -82,7 +82,7 @@ def test_wrong_figures_are_named(tree: Path, claims: str, text: str, message: st
     assert message in problem
 
 
-def test_a_table_without_a_file_has_to_say_so(tree: Path) -> None:
+def test_table_without_a_result_file_must_be_marked(tree: Path) -> None:
     page = tree / "docs" / "benchmarks.md"
     page.write_text(TABLE)
     unmarked = check.problems(tree, tree / "results")
@@ -96,7 +96,7 @@ def test_a_table_without_a_file_has_to_say_so(tree: Path) -> None:
     assert len(check.without_file(tree)) == 1
 
 
-def test_headlines_have_to_be_claimed(tree: Path) -> None:
+def test_headline_figures_must_be_claimed(tree: Path) -> None:
     readme = tree / "README.md"
     readme.write_text("A step takes 2.9 s (2026-11-25, `--steps 8`), 10 to 40 ms of it waiting.\n```\n4 minutes\n```\n")
     assert len(check.problems(tree, tree / "results")) == 3
@@ -115,10 +115,10 @@ def test_headlines_have_to_be_claimed(tree: Path) -> None:
         ("-0.5", -0.46, True),
     ],
 )
-def test_numbers_agree_as_rounded(shown: str, value: float, agree: bool) -> None:
+def test_numbers_are_compared_as_rounded(shown: str, value: float, agree: bool) -> None:
     assert check.agrees(shown, value) == agree
 
 
-def test_numbers_leave_out_code_dates_and_names() -> None:
+def test_figures_exclude_code_dates_and_names() -> None:
     text = r"H200, `--steps 8`, [2026-11-25](results/a-7b.json): 1,020,010 and -0.5 %, \|x\| 8.2 (9.5) ms, 7B, top-8"
     assert check.numbers(text) == ["1,020,010", "-0.5", "8.2", "9.5"]

@@ -50,7 +50,7 @@ def test_runs_are_compared_over_the_shorter_one() -> None:
     )
 
 
-def test_modes_must_agree_and_learn() -> None:
+def test_comparison_fails_if_modes_disagree_or_do_not_learn() -> None:
     rows = [made("shared_vllm"), made("none", count=3, after=0.4), made("lora_only, disk")]
     agreement = Agreement(runs=("one", "two"), steps=3, same_rollouts=3, same_rewards=3, reward_diff_max=0.0)
     assert list(compare.judge(rows, [agreement], 10)) == []

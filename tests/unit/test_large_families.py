@@ -23,7 +23,7 @@ ALL = {**FAMILIES, **ON_GPUS}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALL)
-def test_sizes_of_a_large_family_fit_together(family: str, tmp_path: Path) -> None:
+def test_sizes_of_a_large_test_model_are_consistent(family: str, tmp_path: Path) -> None:
     config = large(ALL[family]())
     config.save_pretrained(tmp_path)
     assert _fields(AutoConfig.from_pretrained(tmp_path)) == _fields(config)
@@ -35,7 +35,7 @@ def test_sizes_of_a_large_family_fit_together(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_large_family_keeps_its_peculiarities(family: str) -> None:
+def test_large_test_model_keeps_its_familys_special_features(family: str) -> None:
     config, scaled = ALL[family](), large(ALL[family]())
     assert _peculiarities(scaled.get_text_config()) == _peculiarities(config.get_text_config())
     if (tower := getattr(scaled, "vision_config", None)) is not None and hasattr(tower, "head_dim"):
@@ -44,7 +44,7 @@ def test_a_large_family_keeps_its_peculiarities(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma", "Gemma 2", "Granite"])
-def test_large_family_is_never_certain_of_a_token(family: str, tmp_path: Path) -> None:
+def test_large_test_model_is_never_certain_of_a_token(family: str, tmp_path: Path) -> None:
     """Updates are visible in log-probabilities, which stay 0 for a model that only repeats each token."""
     config = large(ALL[family]())
     folder = tiny.write(config, tmp_path, std=family_proof.GAIN / sqrt(config.hidden_size))

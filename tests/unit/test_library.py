@@ -112,7 +112,7 @@ def test_missing_server_error_uses_the_librarys_names(tmp_path: Path, monkeypatc
         assert "--vllm-config-path" not in refused.value.hint
 
 
-def test_a_path_without_a_server_has_a_command_to_start_one(tmp_path: Path) -> None:
+def test_missing_server_hint_has_the_start_command(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="no manifest at") as refused:
         bridge.attach(tmp_path / "none")
     assert refused.value.hint.endswith(f"bridge serve-vllm --model MODEL --vllm-config-path {tmp_path / 'none'}")
@@ -155,7 +155,7 @@ def test_group_may_have_its_own_advantages(given: Any, held: object) -> None:
 
 
 @pytest.mark.parametrize("kind", [bridge.Group, bridge.Completion, bridge.Sample])
-def test_help_says_what_a_record_holds(kind: type) -> None:
+def test_help_documents_every_field_of_a_record(kind: type) -> None:
     text = kind.__doc__ or ""
     for name in dict.fromkeys(re.findall(r"^        (\w+)  ", text, re.MULTILINE)):
         assert name in {field.name for field in dataclasses.fields(kind)}

@@ -25,19 +25,19 @@ def test_equal_recordings_have_no_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [math.nextafter(0.1, 1), -0.1, None, "0.1", [0.1]])
-def test_any_other_value_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str], other: Any) -> None:
+def test_any_different_value_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str], other: Any) -> None:
     old, new = recording(tmp_path / "old", loss=0.1, kl=1.0), recording(tmp_path / "new", loss=other, kl=1.0)
     assert same_steps.compare(old, new, {}, []) == 1
     assert f"grpo | metrics of step 1 | loss: 0.1 -> {json.dumps(other)}" in capsys.readouterr().out
 
 
-def test_types_and_the_sign_of_zero_count() -> None:
+def test_comparison_detects_types_and_the_sign_of_zero() -> None:
     assert same_steps.differences({"a": 0.0}, {"a": -0.0}, {})
     assert same_steps.differences({"a": 1}, {"a": 1.0}, {})
     assert same_steps.differences({"a": 1}, {"a": True}, {})
 
 
-def test_figures_of_one_recording_only_are_reported() -> None:
+def test_figures_in_only_one_recording_are_reported() -> None:
     old = {"grpo": {"metrics": {"loss": 1.0, "kl": 0.5}}, "gspo": {"metrics": {"loss": 1.0}}}
     new = {"grpo": {"metrics": {"loss": 1.0, "entropy": 2.0}, "summary": {}}}
     assert same_steps.differences(old, new, {}) == [
@@ -62,7 +62,7 @@ def test_expected_difference_is_listed_not_counted(tmp_path: Path, capsys: pytes
     assert "expected: grpo | metrics of step 1 | loss: 1.0 -> 2.0" in capsys.readouterr().out
 
 
-def test_times_and_memory_are_recorded_as_zero_or_not() -> None:
+def test_times_and_memory_are_recorded_only_as_zero_or_nonzero() -> None:
     step = {"train_s": 0.25, "fence": {"publish_s": 0.0}, "peak_memory_gib": 3.0, "loss": 0.25, "s": 1}
     assert same_steps.figures(step) == {
         "train_s": "not zero", "fence.publish_s": "zero", "peak_memory_gib": "not zero", "loss": 0.25, "s": 1,

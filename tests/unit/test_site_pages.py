@@ -55,7 +55,7 @@ class Files(list[Any]):
         ("source/a.py.md", "[a](b.md) [1]", "[a](b.md) [1]"),
     ],
 )
-def test_a_link_leads_into_the_site(hook: Any, name: str, text: str, expected: str) -> None:
+def test_link_leads_into_the_site(hook: Any, name: str, text: str, expected: str) -> None:
     shown = SimpleNamespace(file=SimpleNamespace(src_uri=name))
     assert hook.on_page_markdown(text, page=shown, config=None, files=None) == expected
 
@@ -71,7 +71,7 @@ def test_readme_comes_first_and_linked_files_become_pages(hook: Any) -> None:
     assert {name for name in pages if not name.startswith("source/")} == {"training.md", "index.md"}
 
 
-def test_the_search_ranks_the_reference_below_the_guides(hook: Any) -> None:
+def test_search_ranks_the_reference_below_the_guides(hook: Any) -> None:
     ranks = {}
     for name in ("reference.md", "training.md"):
         page = SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
@@ -82,7 +82,7 @@ def test_the_search_ranks_the_reference_below_the_guides(hook: Any) -> None:
 
 
 @pytest.mark.parametrize(("url", "local"), [("index.html", ""), ("source/benchmarks/a.py.html", "../../")])
-def test_the_script_of_the_search_is_loaded_from_the_site(hook: Any, url: str, local: str) -> None:
+def test_search_script_is_loaded_from_the_site(hook: Any, url: str, local: str) -> None:
     html = f'<script src="{hook.SHIM}"></script>'
     shown = hook.on_post_page(html, SimpleNamespace(url=url))
     assert shown == f'<script src="{local}media/iframe_worker_shim.js"></script>'

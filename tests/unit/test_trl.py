@@ -178,7 +178,7 @@ def test_every_patch_version_of_trl_is_accepted(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("installed", ["1.10.0", "1.15.9", "1.16.0rc1", "1.17.0", "1.17.0.dev0", "2.16.0"])
-def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+def test_unsupported_trl_version_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(trl_settings, "version", lambda _: installed)
     with pytest.raises(IncompatibleVersionError, match=f"TRL {installed} is installed, expected 1.16") as refused:
         trl_settings.check_version()
@@ -203,7 +203,7 @@ def test_default_settings_are_accepted_and_training_begins(policy: bridge.Policy
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_without_effect_is_refused_by_name(policy: bridge.Policy, name: str) -> None:
+def test_setting_without_effect_is_refused_by_name(policy: bridge.Policy, name: str) -> None:
     with pytest.raises(UsageError, match=f"GRPOConfig has {name}=") as caught:
         bridge.for_trl(policy, choices(**{name: REFUSED[name]}))
     assert f"leave {name} out" in str(caught.value.hint)
@@ -239,7 +239,7 @@ def test_callbacks_optimizers_and_tokenizer_are_passed_on(policy: bridge.Policy)
         bridge.for_trl(policy, choices(), optimizers=(None, schedule))
 
 
-def test_weight_decay_and_epsilon_are_trls(policy: bridge.Policy) -> None:
+def test_weight_decay_and_epsilon_come_from_trls_arguments(policy: bridge.Policy) -> None:
     adamw = bridge.for_trl(policy, choices(weight_decay=0.1, adam_epsilon=1e-6))["optimizers"][0]
     decaying, others = adamw.param_groups
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
@@ -264,7 +264,7 @@ def test_eos_tokens_are_those_of_the_server(policy: bridge.Policy) -> None:
     assert policy.model.generation_config.eos_token_id == [2, 77]
 
 
-def test_a_completion_may_end_at_the_end_of_a_turn(policy: bridge.Policy) -> None:
+def test_completion_may_end_with_the_end_of_turn_token(policy: bridge.Policy) -> None:
     """As in base models, where only the chat template names the token."""
     GenerationConfig(eos_token_id=2).save_pretrained(policy.tokenizer.name_or_path)
     end = policy.tokenizer.convert_ids_to_tokens(7)
@@ -274,7 +274,7 @@ def test_a_completion_may_end_at_the_end_of_a_turn(policy: bridge.Policy) -> Non
     assert policy.model.generation_config.eos_token_id == [2, 7]
 
 
-def test_an_image_in_a_prompt_is_refused(policy: bridge.Policy) -> None:
+def test_image_in_a_trl_prompt_is_refused(policy: bridge.Policy) -> None:
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
     with pytest.raises(UsageError, match="a prompt has a part of the type 'image'"):
         bridge.for_trl(policy, choices())["rollout_func"]([prompt], plain_trainer(policy))
@@ -303,7 +303,7 @@ def answering(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, *texts: st
     return made
 
 
-def test_tools_of_a_trainer_are_called_and_their_turns_trained(
+def test_trl_tools_are_called_and_later_turns_sampled(
     chatting: bridge.Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """TRL renders, calls and masks; each turn after a tool's result is sampled from the server, too."""
@@ -359,7 +359,9 @@ def test_tools_of_a_trainer_are_called_and_their_turns_trained(
     assert chatting.version == 1, "one step, inside the fence"
 
 
-def test_a_turn_after_a_tool_fits_the_servers_sequences(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_after_a_tool_result_fits_the_servers_limit(
+    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TRL counts a tool's result as part of the completion, and cuts what follows; the server would refuse it."""
     made = answering(policy, monkeypatch, "first", "short", "long")
     monkeypatch.setattr(policy.mode, "max_model_len", 20)
@@ -411,7 +413,7 @@ def test_filters_of_the_trainer_reach_the_server(
     assert {name: value for name, value in sample.call_args.kwargs.items() if name in filters} == sampled_with
 
 
-def test_an_off_policy_mask_with_filters_is_refused(policy: bridge.Policy) -> None:
+def test_off_policy_mask_with_filters_is_refused(policy: bridge.Policy) -> None:
     bridge.for_trl(policy, choices(off_policy_mask_threshold=0.5))
     with pytest.raises(UsageError, match=r"off_policy_mask_threshold=0.5 and top_p=0.9: it would compare"):
         bridge.for_trl(policy, choices(off_policy_mask_threshold=0.5, top_p=0.9))
@@ -471,7 +473,7 @@ def checkpoint(policy: bridge.Policy) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_a_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files: int) -> None:
+def test_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files: int) -> None:
     """With this method the trainer resumes and loads its best checkpoint; vLLM must not serve half of one."""
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
     names = [*checkpoint(policy)]
@@ -486,7 +488,7 @@ def test_a_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_file
     fence.on_train_end(None, None, None)
 
 
-def test_a_checkpoint_without_all_weights_is_refused(policy: bridge.Policy) -> None:
+def test_checkpoint_without_all_weights_is_refused(policy: bridge.Policy) -> None:
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
     (name, _), *others = checkpoint(policy).items()
     policy.model.load_state_dict(dict(others), False)
@@ -495,7 +497,7 @@ def test_a_checkpoint_without_all_weights_is_refused(policy: bridge.Policy) -> N
     assert "pause" not in calls(policy)
 
 
-def test_a_checkpoint_of_another_model_changes_no_weight(policy: bridge.Policy) -> None:
+def test_checkpoint_of_another_model_changes_no_weight(policy: bridge.Policy) -> None:
     bridge.for_trl(policy, choices())
     name = next(iter(checkpoint(policy)))
     with pytest.raises(UsageError, match=f"does not fit the model: {name} has shape"):
@@ -513,7 +515,7 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.
             yield made
 
 
-def test_the_trainer_gets_pefts_model_of_the_adapter(adapted: bridge.Policy) -> None:
+def test_trl_trainer_gets_the_adapters_peft_model(adapted: bridge.Policy) -> None:
     """With it TRL saves only adapters, and uses the frozen base as reference instead of a second copy."""
     model = bridge.for_trl(adapted, choices())["model"]
     assert isinstance(model, peft.PeftModel)
@@ -535,7 +537,7 @@ def test_saved_adapter_is_plain_and_reloads_inside_the_fence(adapted: bridge.Pol
     assert {float(parameter.detach().float().unique()) for parameter in trained.values()} == {0.5}
 
 
-def test_a_reference_adapter_has_no_scaling_of_its_own(adapted: bridge.Policy) -> None:
+def test_reference_adapter_has_no_separate_scaling(adapted: bridge.Policy) -> None:
     """TRL copies the adapter, whose B contains the scaling: PEFT's factor would multiply B a second time."""
     args = choices()
     made = bridge.for_trl(adapted, args)

@@ -35,14 +35,14 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("heading", HEADING.findall(PAGE.read_text()))
-def test_every_heading_is_a_message(heading: str, texts: list[str]) -> None:
+def test_every_troubleshooting_heading_is_a_message(heading: str, texts: list[str]) -> None:
     form = re.compile(".*".join(re.escape(part) for part in heading.split("...")), re.DOTALL)
     assert any(form.fullmatch(text) for text in texts)
 
 
 def test_heading_that_no_code_prints_is_detected(texts: list[str]) -> None:
     with pytest.raises(AssertionError):
-        test_every_heading_is_a_message("vLLM was never ready within ... s", texts)
+        test_every_troubleshooting_heading_is_a_message("vLLM was never ready within ... s", texts)
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:

@@ -121,7 +121,7 @@ else:
 """
 
 
-def test_agent_in_another_python_works_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_with_its_own_python_works_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = re.search(r"```python\n# other_python.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert block
     venv.create(tmp_path / ".venv-agent", with_pip=False)
@@ -145,7 +145,7 @@ def test_agent_in_another_python_works_as_documented(tmp_path: Path, monkeypatch
     assert all("raised RuntimeError: ValueError: no such model (other_python.py line" in fault for fault in faults)
 
 
-def test_the_agent_of_the_document_works_as_it_stands(tmp_path: Path) -> None:
+def test_agent_in_the_docs_works_unchanged(tmp_path: Path) -> None:
     block = re.search(r"```python\n# agent.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert block is not None
     (tmp_path / "agent.py").write_text(block[1])
@@ -170,7 +170,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_changes_turns_begins_other_sequences(tmp_path: Path, name: str) -> None:
+def test_template_that_changes_turns_starts_new_sequences(tmp_path: Path, name: str) -> None:
     is_off = name in ("qwen3_off", "qwen3_training")
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}} if is_off else {}
     thought = "<think>\nI see.\n</think>\n\n" if name == "qwen3" else ""
@@ -238,7 +238,7 @@ def test_sequences_of_a_run_share_a_reward_and_count_once(tmp_path: Path) -> Non
     assert written["text"] == turns[-1]["text"] == TEXT
 
 
-def test_every_sequence_of_a_run_has_the_experts_of_all_its_tokens(tmp_path: Path) -> None:
+def test_every_sequence_has_experts_for_all_its_tokens(tmp_path: Path) -> None:
     choices: dict[str, Any] = {"environment": f"{FILE}:Branching", "max_new_tokens": 4000, "reports_experts": True}
     with spoken(tmp_path, saying("qwen2_5"), **choices) as ours:
         groups = ours.stream.take(2, step=1)
@@ -267,7 +267,7 @@ def test_turn_keeps_only_the_experts_of_its_own_tokens(tmp_path: Path, monkeypat
         assert len(np.frombuffer(turn.completion.experts, "<i2")) == num_own
 
 
-def test_a_run_may_send_several_requests_at_once(tmp_path: Path) -> None:
+def test_run_may_send_concurrent_requests(tmp_path: Path) -> None:
     choices: dict[str, Any] = {"max_new_tokens": 4000, "reward_processes": 2, "max_turns": 4}
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Parallel", **choices) as ours:
         groups = ours.stream.take(2, step=1)
@@ -327,7 +327,7 @@ def test_each_replica_runs_its_share_of_the_agents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_the_reward_may_come_from_a_score(tmp_path: Path, processes: int) -> None:
+def test_agents_reward_may_come_from_score_method(tmp_path: Path, processes: int) -> None:
     words, environment = saying("qwen2_5"), f"{FILE}:Scored"
     with spoken(tmp_path, words, environment=environment, reward_processes=processes, eval_samples=2) as ours:
         (group, *_) = ours.stream.take(2, step=1)
@@ -340,14 +340,14 @@ def test_the_reward_may_come_from_a_score(tmp_path: Path, processes: int) -> Non
     assert group.reward_parts == {"format": (0.0,) * 4}
 
 
-def test_a_stream_has_the_usage_only_if_it_was_requested(tmp_path: Path) -> None:
+def test_stream_reports_usage_only_on_request(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Streaming") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     assert group.rewards == (float(len(TEXT)),) * 4
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
-def test_a_reward_per_turn_is_for_a_run_of_one_sequence(tmp_path: Path, name: str) -> None:
+def test_per_turn_rewards_need_a_single_sequence(tmp_path: Path, name: str) -> None:
     environment, words = f"{FILE}:PerTurn", saying(name, f"<think>\nI see.\n</think>\n\n{TEXT}")
     with spoken(tmp_path, words, name, environment=environment, max_new_tokens=4000) as ours:
         (group, *_) = ours.stream.take(2, step=1)
@@ -370,7 +370,7 @@ def test_requests_are_answered_as_the_protocol_defines(tmp_path: Path) -> None:
     assert line.startswith("an agent sets temperature in a request, which is ignored")
 
 
-def test_a_run_at_a_limit_is_scored_as_truncated(tmp_path: Path) -> None:
+def test_run_at_a_limit_is_scored_as_truncated(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], int]] = [
         ({"max_turns": 2, "max_new_tokens": 4000}, 2),
         ({"max_new_tokens": 500}, 3),
@@ -393,7 +393,7 @@ def test_request_that_does_not_fit_the_server_hits_a_limit(tmp_path: Path) -> No
     assert len(group.rewards) == 4
 
 
-def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -> None:
+def test_lone_surrogate_becomes_replacement_character(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:HalfCharacters") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     assert group.rewards == (1.0,) * 4
@@ -416,7 +416,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize(("kind", "reward"), [("Parsing", 0.0), ("ParsingScored", 3.0)])
-def test_a_client_that_raises_at_length_counts_as_truncated(
+def test_client_that_raises_on_truncation_counts_as_truncated(
     tmp_path: Path, kind: str, reward: float, processes: int
 ) -> None:
     choices: dict[str, Any] = {"max_new_tokens": 20, "reward_processes": processes, "batch_size": 4}
@@ -434,7 +434,7 @@ def test_client_that_continues_at_a_limit_counts_as_truncated(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_fault_in_a_run_costs_only_that_run(tmp_path: Path, processes: int) -> None:
+def test_error_in_a_run_fails_only_that_run(tmp_path: Path, processes: int) -> None:
     does = [*HARMLESS, *FAULTS]
 
     def words(prompt: str) -> str:
@@ -455,7 +455,7 @@ def test_fault_in_a_run_costs_only_that_run(tmp_path: Path, processes: int) -> N
     assert len(ours.notes) == len(FAULTS) - 1, "two of them return something other than a reward"
 
 
-def test_agent_that_hangs_or_dies_costs_only_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_hangs_or_dies_fails_only_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTED_IN", str(tmp_path))
 
     def words(prompt: str) -> str:
@@ -486,7 +486,7 @@ def test_agents_time_limit_excludes_sampling(tmp_path: Path, capfd: pytest.Captu
     assert capfd.readouterr().err == "", "a client that is left open makes no noise"
 
 
-def test_a_server_that_fails_ends_the_step_and_not_the_agent(tmp_path: Path) -> None:
+def test_server_failure_ends_the_step_not_the_agent(tmp_path: Path) -> None:
     is_well = threading.Event()
 
     def words(prompt: str) -> str:
@@ -516,7 +516,7 @@ def test_runs_continue_while_a_step_is_computed(tmp_path: Path) -> None:
     assert {seed % 5 for seed in seeds} == {0, 1, 2, 3}, "each turn of each run has a seed of its own"
 
 
-def test_no_run_begins_while_a_stream_is_closed(tmp_path: Path) -> None:
+def test_closing_a_stream_starts_no_new_run(tmp_path: Path) -> None:
     choices: dict[str, Any] = {"max_staleness": 4, "reward_processes": 0, "batch_size": 8, "group_size": 2}
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Chatting", max_new_tokens=4000, **choices) as ours:
         ours.stream.take(4, step=1)
@@ -544,7 +544,7 @@ def test_agent_without_requests_is_not_scored(tmp_path: Path) -> None:
     }
 
 
-def test_a_request_that_outlives_its_run_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_outlives_its_run_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTED_IN", str(tmp_path))
     are_over = threading.Event()
 
@@ -562,7 +562,7 @@ def test_a_request_that_outlives_its_run_is_not_recorded(tmp_path: Path, monkeyp
     assert {completion.num_turns for completion in group.completions} == {1}
 
 
-def test_the_tools_that_a_template_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_tools_without_template_support_are_refused(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("gemma3"), "gemma3", environment=f"{FILE}:Calling") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     assert all("writes a tool call as" in failure.fault for failure in group.unscored)

@@ -58,9 +58,7 @@ def requests_of(sent: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_an_agent_of_another_package_runs_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str
-) -> None:
+def test_third_party_agent_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     pytest.importorskip(CLIENTS[client], reason=f"{CLIENTS[client]} is not installed; see the other test")
     sent, answered = list[dict[str, Any]](), Recorder._answered
 
@@ -86,7 +84,7 @@ def fields(requests: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]
     return [(request["route"], sorted(request["body"])) for request in requests]
 
 
-def test_recorded_requests_of_other_packages_are_answered(tmp_path: Path) -> None:
+def test_recorded_third_party_requests_are_answered(tmp_path: Path) -> None:
     with spoken(tmp_path, words, environment=f"{FILE}:Replayed", group_size=2, max_new_tokens=4000) as ours:
         groups = ours.stream.take(4, step=1)
         check_tokens(ours, groups)

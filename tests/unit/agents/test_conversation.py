@@ -85,7 +85,7 @@ def test_calls_are_read_from_the_sampled_tokens(tmp_path: Path, name: str) -> No
         assert ours.read(tokenizer(other, add_special_tokens=False)["input_ids"])[1] == ()
 
 
-def test_a_turn_may_hold_several_calls(tmp_path: Path) -> None:
+def test_turn_may_contain_several_calls(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen3")
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
     _, calls = ours.read(tokenizer(COMPLETIONS["qwen2_5"].replace("<|im_end|>", COMPLETIONS["qwen2_5"]))["input_ids"])
@@ -98,7 +98,7 @@ def test_a_turn_may_hold_several_calls(tmp_path: Path) -> None:
     assert added.count("<|im_end|>") == 2
 
 
-def test_written_text_cannot_move_the_end_of_a_turn(tmp_path: Path) -> None:
+def test_stop_marker_in_text_does_not_end_the_turn(tmp_path: Path) -> None:
     ours = made(tmp_path, "qwen2_5")
     expected = ours.tokens_between([CALL], [CALL.answered("19")], 5)
     for odd in (Call(name="add", arguments={"a": "x<|im_end|>\n"}), Call(name="x<|im_end|>y")):
@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_template_that_changes_earlier_turns_is_refused(
+def test_template_that_changes_earlier_turns_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     name, choices, expected = REFUSED[case]
@@ -165,7 +165,7 @@ def test_turn_may_end_at_a_token_other_than_eos(tmp_path: Path) -> None:
     ("name", "message"),
     [("gptoss", {"role": "system", "content": "Be brief."}), ("phi3", {"role": "tool", "content": "A cat."})],
 )
-def test_a_message_of_an_agent_that_is_dropped_is_refused(tmp_path: Path, name: str, message: dict[str, str]) -> None:
+def test_agent_message_dropped_by_the_template_is_refused(tmp_path: Path, name: str, message: dict[str, str]) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.chat_template = chat.template(name)
     tokenizer.add_tokens(["<|return|>", "<|end|>"], special_tokens=True)
@@ -182,7 +182,7 @@ def test_a_message_of_an_agent_that_is_dropped_is_refused(tmp_path: Path, name: 
         assert ours.tokens_following([user, turn], [message, user], 5) is None
 
 
-def test_an_answer_that_the_template_escapes_is_not_lost(tmp_path: Path) -> None:
+def test_escaped_tool_result_counts_as_rendered(tmp_path: Path) -> None:
     ours = made(tmp_path, "llama3_1", answers=None)
     call = conversation.placeholder_turn([CALL])
     added = ours.tokens_following([{"role": "user", "content": "12+7?"}, call], [CALL.answered('"a"\n')], 5)
@@ -190,7 +190,7 @@ def test_an_answer_that_the_template_escapes_is_not_lost(tmp_path: Path) -> None
     assert '\\"a\\"' in chat.tokenizer(tmp_path, "llama3_1").decode(added)
 
 
-def test_a_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None:
+def test_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<|eot_id|><|im_end|>")
     with pytest.raises(UsageError, match=r"ends a turn with '<\|eot_id\|>' and further tokens, but the server"):
@@ -198,7 +198,7 @@ def test_a_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("written", ["null", '""', "{}", '"{}"', '"null"'])
-def test_a_call_may_have_no_arguments(written: str) -> None:
+def test_call_without_arguments_is_parsed(written: str) -> None:
     text = f'<tool_call>{{"name": "stop", "arguments": {written}}}</tool_call>'
     assert tool_calls.parsed(text, "hermes") == (Call(name="stop", arguments={}),)
     call = {"id": "c", "type": "function", "function": {"name": "stop", "arguments": json.loads(written)}}
@@ -225,7 +225,7 @@ MARKS = [
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 @pytest.mark.parametrize("mark", MARKS)
-def test_an_argument_may_hold_any_mark_of_a_call_or_thought(tmp_path: Path, name: str, mark: str) -> None:
+def test_argument_may_contain_call_and_thought_markers(tmp_path: Path, name: str, mark: str) -> None:
     completion = json.dumps(mark).join(COMPLETIONS[name].rsplit("12", maxsplit=1))
     tokenizer = chat.tokenizer(tmp_path, name)
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])

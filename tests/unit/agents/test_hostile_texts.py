@@ -79,7 +79,7 @@ class Defects:
         assert not self.counts, "\n".join(f"{self.counts[kind]} x {kind}: {self.first[kind]}" for kind in self.counts)
 
 
-def test_hostile_reward_is_a_score_or_a_fault(texts: list[str]) -> None:
+def test_hostile_reward_gives_a_score_or_a_failure(texts: list[str]) -> None:
     defects, judge, parts = Defects(), Judge(), Parts()
     tools, agent = Tools(Judge), Agent(Judge)
     for text in texts:
@@ -233,7 +233,7 @@ def test_hostile_requests_do_not_end_the_run(texts: list[str], tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "mistral", "llama3_1"])
-def test_hostile_text_of_a_model_or_tool_costs_only_its_turn(texts: list[str], tmp_path: Path, name: str) -> None:
+def test_hostile_model_or_tool_text_fails_only_its_turn(texts: list[str], tmp_path: Path, name: str) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     tokenizer, defects = chat.tokenizer(tmp_path, name), Defects()
     schema = {"type": "function", "function": {"name": "act", "description": "d", "parameters": {"type": "object"}}}

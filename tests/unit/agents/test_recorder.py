@@ -74,7 +74,7 @@ def test_unknown_run_is_refused_before_its_body_is_read(route: str) -> None:
     assert (status, headers["connection"], headers["x-should-retry"]) == (404, "close", "false")
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
+def test_oversized_body_is_refused_before_it_is_sent() -> None:
     async def act(port: int, path: str) -> Any:
         return await exchanged(port, f"{path}/chat/completions", b"", length=http_limits.BODY_LIMIT_BYTES + 1)
 

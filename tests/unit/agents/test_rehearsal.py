@@ -83,7 +83,7 @@ class Pictured(Task):
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
-def test_images_late_in_a_list_are_refused_at_the_start(tmp_path: Path, *, is_held_out: bool) -> None:
+def test_images_late_in_a_list_are_found_before_the_run(tmp_path: Path, *, is_held_out: bool) -> None:
     text_only = tmp_path / "text_only"
     tiny.llama().save_pretrained(text_only)
     tiny.write_tokenizer(text_only, tiny.VOCABULARY)
@@ -96,7 +96,7 @@ def test_images_late_in_a_list_are_refused_at_the_start(tmp_path: Path, *, is_he
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
-def test_long_prompt_late_in_a_list_is_refused_at_the_start(model: Path, *, is_held_out: bool) -> None:
+def test_long_prompt_late_in_a_list_is_found_before_the_run(model: Path, *, is_held_out: bool) -> None:
     texts: list[Problem] = [{"prompt": "3+4=", "answer": 7}] * 1000
     long = "3+" * 25 + "4="
     rows: list[Problem] = [*texts, {"prompt": long, "answer": 79}, *texts]
@@ -120,7 +120,7 @@ def test_long_prompt_late_in_a_list_is_refused_at_the_start(model: Path, *, is_h
     )
 
 
-def test_images_that_nothing_can_see_are_refused(tmp_path: Path) -> None:
+def test_images_for_a_text_only_model_are_refused(tmp_path: Path) -> None:
     text_only = tmp_path / "text_only"
     tiny.llama().save_pretrained(text_only)
     tiny.write_tokenizer(text_only, tiny.VOCABULARY)
@@ -128,7 +128,7 @@ def test_images_that_nothing_can_see_are_refused(tmp_path: Path) -> None:
         tried(text_only, Pictured(path=str(tmp_path / "a.png")))
 
 
-def test_an_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False, "thinking": 1}}
     with pytest.raises(UsageError, match="--chat-template-kwargs has no effect: the prompts are text"):
         tried(model, Task(), **choices)
@@ -156,7 +156,7 @@ def test_dropped_message_late_in_a_list_is_located(tmp_path: Path) -> None:
         assert caught.value.message.startswith(f"{name} 4322 of 5,000: the model's chat template drops the message")
 
 
-def test_problems_from_all_over_a_list_are_tested(model: Path) -> None:
+def test_rehearsal_samples_problems_from_the_whole_list(model: Path) -> None:
     rows: Any = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(5000)]
     tried_ones, lines = rehearsal.tried(of_list(rows, rows[:20]))
     places = [int(place.split()[1]) for place, _ in tried_ones if place.startswith("problem")]
@@ -169,7 +169,7 @@ def test_problems_from_all_over_a_list_are_tested(model: Path) -> None:
     assert 3 < len(rehearsal.tried(of_list(long))[0]) < 30, "in about a second, however long they are"
 
 
-def test_a_prompt_without_an_embedding_is_refused(tmp_path: Path) -> None:
+def test_prompt_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tiny.qwen2(len(tokenizer) - 2).save_pretrained(tmp_path)
     with pytest.raises(RewardError, match=r"problem 1: token \d+ of the prompt .* is beyond the model's \d+ emb"):
@@ -178,7 +178,7 @@ def test_a_prompt_without_an_embedding_is_refused(tmp_path: Path) -> None:
     assert line.startswith("2 tokens of the tokenizer are beyond the model's")
 
 
-def test_a_stop_that_is_never_found_is_refused(tmp_path: Path) -> None:
+def test_stop_string_that_never_matches_is_refused(tmp_path: Path) -> None:
     chat.tokenizer(tmp_path, "qwen2_5")
     tiny.qwen2(600).save_pretrained(tmp_path)
     sampling = SamplingConfig(stop=("<|im_end|>\n",))
@@ -186,7 +186,7 @@ def test_a_stop_that_is_never_found_is_refused(tmp_path: Path) -> None:
         rehearsal.rehearse(str(tmp_path), TaskConfig(reward_processes=0), sampling, Task())
 
 
-def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> None:
+def test_score_that_always_raises_is_refused_with_its_line(model: Path) -> None:
     with pytest.raises(RewardError) as caught:
         tried(model, Task(lambda _: 1 / 0))
     message = caught.value.message
@@ -198,7 +198,7 @@ def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> Non
         tried(model, Task(lambda _: float("nan")))
 
 
-def test_a_score_in_a_process_is_tried_there(model: Path, tmp_path: Path) -> None:
+def test_worker_score_is_rehearsed_in_the_worker(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert tried(model, Task(), partial(Sample, log)) == []
     (line,) = log.read_text().splitlines()
@@ -207,7 +207,7 @@ def test_a_score_in_a_process_is_tried_there(model: Path, tmp_path: Path) -> Non
         tried(model, Task(), scores_sample.broken)
 
 
-def test_a_score_that_lacks_a_key_is_refused_with_the_way_to_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_that_lacks_an_api_key_names_the_flag(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "abc")
     with pytest.raises(RewardError, match="PermissionError: 401") as met:
         tried(model, Task(), scores_sample.Judge)
@@ -244,9 +244,7 @@ def test_mixed_or_allowed_failures_are_only_logged(model: Path) -> None:
         assert "got a reward: Task.score raised " in notes[0]
 
 
-def test_a_score_that_takes_its_time_is_judged_in_training(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_score_is_left_to_the_training_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0)
     notes = tried(model, Task(), partial(Hanging, tmp_path / "log"), reward_timeout_s=1000)
     assert notes == ["no made-up completion of the first problems got a reward within 1 s"]
@@ -275,5 +273,5 @@ def test_rehearsal_out_of_time_reports_its_first_failure(
 
 
 @pytest.mark.parametrize("answer", [10**5000, type("Odd", (), {"__str__": lambda self: 1 / 0})()], ids=["long", "odd"])
-def test_an_answer_that_cannot_be_printed_is_rehearsed_without(answer: object) -> None:
+def test_unprintable_answer_is_left_out_of_the_rehearsal(answer: object) -> None:
     assert len(list(rehearsal.completions({"prompt": "p", "answer": answer}))) == 5

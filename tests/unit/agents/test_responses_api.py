@@ -20,7 +20,7 @@ THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type"
 USER, TOOL = {"role": "user", "content": "3+4?"}, {"role": "tool", "tool_call_id": "c1", "content": "7"}
 
 
-def test_a_text_is_the_message_of_a_user() -> None:
+def test_plain_text_input_becomes_a_user_message() -> None:
     chat = responses_api.as_chat({"model": "m", "instructions": "Be brief.", "input": "3+4?", "tools": None})
     assert chat == {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, USER]}
 
@@ -48,12 +48,12 @@ TURNS: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("case", TURNS)
-def test_the_items_of_a_turn_become_one_message(case: str) -> None:
+def test_items_of_one_turn_become_one_message(case: str) -> None:
     items, expected = TURNS[case]
     assert responses_api.as_chat({"input": [USER, *items]})["messages"] == [USER, *expected]
 
 
-def test_fields_of_a_response_become_those_of_a_chat() -> None:
+def test_response_fields_become_chat_completion_fields() -> None:
     body = {
         "input": "3+4?", "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 5,
         "temperature": 0.5, "text": {"format": {"type": "text"}, "verbosity": "low"}, "include": [], "store": False,
@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_response_that_cannot_be_given_is_refused(case: str) -> None:
+def test_unsupported_response_request_is_refused(case: str) -> None:
     body, expected = REFUSED[case]
     with pytest.raises(Refusal) as caught:
         chat_request.read(responses_api.as_chat(body))
@@ -112,7 +112,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", ANSWERS)
-def test_an_answer_is_a_response_and_a_stream_of_the_same(case: str) -> None:
+def test_chat_answer_becomes_a_response_and_a_stream(case: str) -> None:
     message, reason, kinds = ANSWERS[case]
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}

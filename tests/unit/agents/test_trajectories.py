@@ -158,7 +158,7 @@ def sequences(group: Group) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_token_is_the_one_that_the_server_sampled_or_read(tmp_path: Path, name: str) -> None:
+def test_every_token_was_sampled_or_read_by_the_server(tmp_path: Path, name: str) -> None:
     """20,000 tokens for each template, cut at places where no tokenizer cuts."""
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}} if name == "qwen3_training" else {}
     say = calls(name, "add", "add", "add", text="The answer is 19, I think, user assistant. " * 5)
@@ -185,7 +185,7 @@ def test_every_token_is_the_one_that_the_server_sampled_or_read(tmp_path: Path, 
     assert num_other > 300, "re-encoding would have changed most turns"
 
 
-def test_a_trajectory_is_scored_by_its_own_instance(tmp_path: Path) -> None:
+def test_trajectory_is_scored_by_its_own_instance(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add", "add")) as ours:
         groups = ours.stream.take(2, step=1)
     for group in groups:
@@ -207,7 +207,7 @@ def test_a_trajectory_is_scored_by_its_own_instance(tmp_path: Path) -> None:
         assert "reset" not in prompt
 
 
-def test_evaluations_and_records_hold_whole_trajectories(tmp_path: Path) -> None:
+def test_evaluations_and_records_contain_full_trajectories(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), eval_samples=2) as ours:
         first, second = (ours.stream.evaluate(step=step) for step in (0, 4))
         groups = ours.stream.take(2, step=1)
@@ -325,7 +325,7 @@ def test_trls_get_reward_and_async_tools_work(tmp_path: Path) -> None:
     assert "\nslow: abc#1\n" in group.completions[0].text
 
 
-def test_a_class_may_reward_each_turn(tmp_path: Path) -> None:
+def test_environment_class_may_reward_each_turn(tmp_path: Path) -> None:
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", *["add"] * (2 if number else 1), text="a" * (number + 1))(number, turn)
 
@@ -344,7 +344,7 @@ def test_a_class_may_reward_each_turn(tmp_path: Path) -> None:
     assert [turn["reward"] for turn in written["turns"] if "tokens" in turn] == rewards
 
 
-def test_a_wrong_number_of_turn_rewards_costs_its_trajectory(tmp_path: Path) -> None:
+def test_wrong_number_of_turn_rewards_fails_the_trajectory(tmp_path: Path) -> None:
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", "add", *["misbehave prints"] * (number == 1))(number, turn)
 
@@ -391,7 +391,7 @@ def test_exception_in_a_tool_becomes_its_result(tmp_path: Path, processes: int) 
             assert one.tool_errors == HARMLESS[how].startswith("error")
 
 
-def test_an_answer_the_template_rejects_costs_its_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_result_rejected_by_template_fails_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picky = "{% for m in messages if m.role == 'tool' and m.content == '1' %}{{ 1 // 0 }}{% endfor %}"
     template = picky + chat.template("qwen2_5")
     monkeypatch.setattr(chat, "template", lambda _: template)
@@ -428,7 +428,7 @@ def test_unknown_tool_and_megabyte_result_become_replies(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path, processes: int) -> None:
+def test_lone_surrogate_becomes_replacement_character(tmp_path: Path, processes: int) -> None:
     say = calls("qwen2_5", "add", text="\ude00")  # the model writes it as \\ude00
     with rolled(tmp_path, say, kind="Halves", reward_processes=processes) as ours:
         (group, *_) = ours.stream.take(2, step=1)
@@ -445,7 +445,7 @@ def sleepers(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("how", FATAL)
-def test_tool_that_hangs_or_dies_costs_only_its_trajectory(
+def test_tool_that_hangs_or_dies_fails_only_its_trajectory(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STARTED_IN", str(tmp_path))
@@ -477,7 +477,7 @@ def runs(pid: int) -> bool:
     return False
 
 
-def test_a_process_that_ends_between_two_calls_is_reported(tmp_path: Path) -> None:
+def test_process_that_exits_between_calls_is_reported(tmp_path: Path) -> None:
     def words(prompt: str) -> str:
         pids = [*map(int, re.findall(r"process (\d+)", prompt))]
         for pid in pids:
@@ -510,7 +510,7 @@ def test_slow_tool_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(last.rewards) == 4
 
 
-def test_arguments_of_any_depth_can_be_pickled_and_written(tmp_path: Path) -> None:
+def test_deeply_nested_arguments_can_be_pickled_and_written(tmp_path: Path) -> None:
     deep = json.loads('{"a":' * 900 + "[1]" + "}" * 900)
     turn = as_turn("x", [Call(name="add", arguments=deep)])
     made = Completion(token_ids=(1,), logprobs=(0.0,), text="x", finish_reason="stop", transcript=(turn,))
@@ -538,7 +538,7 @@ class _Rejecting:
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_invalid_reset_costs_only_its_completions(
+def test_invalid_reset_fails_only_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_resumed: bool
 ) -> None:
     shop = """

@@ -33,7 +33,7 @@ def test_malformed_address_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 20), ("top_p", 0.9), ("min_p", 0.05)])
-def test_filter_of_the_vocabulary_is_refused(name: str, value: float) -> None:
+def test_top_k_top_p_and_min_p_are_refused_with_atropos(name: str, value: float) -> None:
     with pytest.raises(ValidationError, match=f"--{name.replace('_', '-')} {value:g} cannot be trained on"):
         FeedConfig.of(model_name="m", **{name: value})
 
@@ -58,7 +58,7 @@ def test_bad_answer_is_reported_in_one_line(answer: Answer, message: str) -> Non
     assert len(requests) == 1
 
 
-def test_unanswered_question_is_retried() -> None:
+def test_unanswered_read_request_is_retried() -> None:
     error, requests = error_of(lambda _: None, lambda api: api.info())
     assert len(requests) == 3
     assert "RemoteProtocolError" in error.message

@@ -91,7 +91,7 @@ def test_a_trainer_registers_with_its_first_step(model: Path) -> None:
     assert "registered this trainer: batches of 8 sequences, each of at most 1,024 tokens (the server's limit)" in line
 
 
-def test_without_a_server_length_the_models_is_the_bound(model: Path) -> None:
+def test_length_limit_defaults_to_the_models(model: Path) -> None:
     api = FakeApi(models={"data": [{"id": "tiny"}]}, batches=[[pair()]])
     with running(model, api) as run:
         run.step()
@@ -100,7 +100,7 @@ def test_without_a_server_length_the_models_is_the_bound(model: Path) -> None:
     assert "at most 2,048 tokens (the model's max_position_embeddings limit)" in run.notes[0]
 
 
-def test_an_api_that_keeps_the_same_settings_continues(model: Path) -> None:
+def test_api_with_the_same_settings_is_accepted(model: Path) -> None:
     api = FakeApi(settings=dict(OURS), batches=[[pair()]])
     with running(model, api) as run:
         assert len(run.step()) == 1
@@ -108,7 +108,7 @@ def test_an_api_that_keeps_the_same_settings_continues(model: Path) -> None:
     assert "already has a trainer with the same settings" in run.notes[0]
 
 
-def test_different_trainers_batch_size_is_refused_first(model: Path) -> None:
+def test_batch_size_of_another_trainer_is_refused_first(model: Path) -> None:
     with pytest.raises(UsageError) as caught, running(model, FakeApi(settings={**OURS, "batch_size": 64})):
         pass
     assert caught.value.message.endswith("keeps the settings of a different trainer (batch_size 64, expected 8)")
@@ -116,19 +116,19 @@ def test_different_trainers_batch_size_is_refused_first(model: Path) -> None:
     assert "run-api" in caught.value.hint
 
 
-def test_different_trainers_length_is_refused_once_known(model: Path) -> None:
+def test_length_of_another_trainer_is_refused_once_known(model: Path) -> None:
     with running(model, FakeApi(settings={**OURS, "max_token_len": 99})) as run:
         assert "(max_token_len 99, expected 1025)" in run.fails(UsageError).message
         assert run.requests("/batch") == []
 
 
-def test_an_api_with_groups_but_no_trainer_is_refused(model: Path) -> None:
+def test_api_with_groups_but_no_trainer_is_refused(model: Path) -> None:
     with running(model, FakeApi(has_strays=True)) as run:
         assert "received groups before a trainer registered" in run.fails(UsageError).message
 
 
 @pytest.mark.parametrize("was_reset", [False, True])
-def test_a_restarted_or_reset_api_is_registered_with_again(model: Path, was_reset: bool) -> None:
+def test_trainer_reregisters_after_an_api_restart_or_reset(model: Path, was_reset: bool) -> None:
     api = FakeApi(batches=[[pair()], [pair()]], was_reset=was_reset)
     with running(model, api) as run:
         run.step(1)
@@ -142,7 +142,7 @@ def test_a_restarted_or_reset_api_is_registered_with_again(model: Path, was_rese
 # Waiting
 
 
-def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> None:
+def test_one_batch_is_fetched_per_step_with_growing_waits(model: Path) -> None:
     api, time = FakeApi(), FakeTime()
     time.happening = {20.0: lambda: api.batches.extend([[pair()], [pair()]])}
     with running(model, api, time) as run:
@@ -175,7 +175,7 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
         ),
     ],
 )
-def test_an_empty_api_is_explained_and_ends_the_run(
+def test_api_without_batches_is_diagnosed_and_ends_the_run(
     model: Path, state: dict[str, Any], message: str, hint: str
 ) -> None:
     with running(model, FakeApi(**state), atropos_timeout_s=200) as run:
@@ -200,7 +200,7 @@ def test_time_limit_applies_to_each_step(model: Path) -> None:
 # Failures
 
 
-def test_a_missing_api_is_reported_before_the_model_is_read() -> None:
+def test_missing_api_is_reported_before_the_model_is_read() -> None:
     with serving(FakeApi(is_gone=lambda _: True)) as server:
         choices = {"model_name": "/nowhere", "rollouts": "atropos", "atropos_url": server.url, "max_retries": 2}
         config = TrainConfig.of(**(choices))
@@ -214,7 +214,7 @@ def test_a_missing_api_is_reported_before_the_model_is_read() -> None:
     assert not isinstance(caught.value, ServerUnreachableError)  # which would restart vLLM
 
 
-def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_model_leaves_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
     clients = list[httpx.Client]()
     opened = httpx.Client.__init__
 
@@ -231,14 +231,14 @@ def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pyte
     assert all(client.is_closed for client in clients)
 
 
-def test_an_api_that_dies_while_it_is_waited_for_ends_the_run(model: Path) -> None:
+def test_api_that_dies_during_the_wait_ends_the_run(model: Path) -> None:
     api, time = FakeApi(), FakeTime()
     time.happening = {5.0: lambda: setattr(api, "is_gone", lambda request: request.path != "/health")}
     with running(model, api, time) as run:
         assert "does not answer" in run.fails().message
 
 
-def test_a_connection_that_drops_now_and_then_is_a_retry(model: Path) -> None:
+def test_dropped_connections_are_counted_as_retries(model: Path) -> None:
     drops = iter([True, False, True])
     api = FakeApi(batches=[[pair()]], is_gone=lambda request: request.path == "/batch" and next(drops, False))
     with running(model, api) as run:
@@ -252,7 +252,7 @@ def test_a_connection_that_drops_now_and_then_is_a_retry(model: Path) -> None:
         assert run.stream.num_retries == 0
 
 
-def test_a_batch_lost_by_the_api_is_reported_once(model: Path) -> None:
+def test_batch_lost_by_the_api_is_reported_once(model: Path) -> None:
     api = FakeApi(batches=[[pair()], LOST, LOST])
     with running(model, api) as run:
         assert len(run.step()) == 1
@@ -262,7 +262,7 @@ def test_a_batch_lost_by_the_api_is_reported_once(model: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["gone", "unwell"])
-def test_a_server_that_dies_is_reported_to_the_loop(model: Path, fault: str) -> None:
+def test_dead_server_is_reported_to_the_training_loop(model: Path, fault: str) -> None:
     api, time = FakeApi(), FakeTime()
 
     def die() -> None:
@@ -290,7 +290,7 @@ def test_server_without_a_health_route_counts_as_healthy(model: Path) -> None:
 # Groups that cannot be trained on
 
 
-def test_a_faulty_group_is_left_out_and_reported_once(model: Path) -> None:
+def test_faulty_group_is_left_out_and_reported_once(model: Path) -> None:
     bad, other = pair(scores=[None, 1.0]), pair(masks=[[1], [2]])
     api = FakeApi(batches=[[bad, other, *[pair() for _ in range(8)]], [bad, *[pair() for _ in range(9)]]])
     with running(model, api) as run:
@@ -306,7 +306,7 @@ def test_a_faulty_group_is_left_out_and_reported_once(model: Path) -> None:
     assert run.notes[-1] == "3 groups of Atropos environments were left out (scores: 2, masks: 1)"
 
 
-def test_too_many_groups_with_a_fault_end_the_run(model: Path) -> None:
+def test_too_many_faulty_groups_end_the_run(model: Path) -> None:
     bad = scored(((5, 6), 1), ((5, 700), 1))
     with running(model, FakeApi(batches=[[bad, *[pair() for _ in range(3)]]])) as run:
         error = run.fails(RewardError)
@@ -315,7 +315,7 @@ def test_too_many_groups_with_a_fault_end_the_run(model: Path) -> None:
     assert "--max-unscored-share" in error.hint
 
 
-def test_a_sequence_that_is_too_long_is_left_out(model: Path) -> None:
+def test_sequence_that_is_too_long_is_left_out(model: Path) -> None:
     long = scored(((5,) * (LONGEST + 1), 2), ((5,) * LONGEST, 2))
     with running(model, FakeApi(batches=[[pair() for _ in range(9)] + [long]])) as run:
         groups = run.step()

@@ -191,7 +191,7 @@ def test_group_marks_sampled_tokens(model: Path) -> None:
     assert len(group["tokens"]) == len(group["masks"]) == GROUP
 
 
-def test_no_two_groups_or_environments_share_seeds(model: Path) -> None:
+def test_groups_and_environments_have_distinct_seeds(model: Path) -> None:
     """Regression: environment 3 with `--seed 1` must not use the seeds of environment 4 with `--seed 0`."""
     seeds = [body["seed"] for body in Fed(model, FakeApi(num_steps=4), seed=1).requests]
     assert len({seed + index for seed in seeds for index in range(GROUP)}) == GROUP * len(seeds)
@@ -199,7 +199,7 @@ def test_no_two_groups_or_environments_share_seeds(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_queued_batches", "most"), [(1.0, 2), (2.5, 5)])
-def test_queue_is_filled_and_no_further(model: Path, max_queued_batches: float, most: int) -> None:
+def test_queue_is_filled_up_to_its_limit(model: Path, max_queued_batches: float, most: int) -> None:
     api = FakeApi(num_steps=100)
     api.takes = False
     looks = 0
@@ -215,7 +215,7 @@ def test_queue_is_filled_and_no_further(model: Path, max_queued_batches: float, 
     assert api.most_queued == most
 
 
-def test_joining_waits_for_a_trainer_and_notes_it_once(model: Path) -> None:
+def test_joining_waits_for_a_trainer_and_logs_it_once(model: Path) -> None:
     api = FakeApi(num_steps=1, batch_size=-1)
     looks = 0
 
@@ -255,7 +255,7 @@ def test_resumed_trainer_is_fed_without_a_step_limit(model: Path) -> None:
     assert joined == Membership(env_id=3, groups_per_batch=2, max_token_len=100, num_steps=0)
 
 
-def test_group_whose_answer_was_lost_is_not_resent(model: Path) -> None:
+def test_group_without_a_response_is_not_resent(model: Path) -> None:
     api = FakeApi(num_steps=3)
     api.drops = 2
     fed = Fed(model, api)
@@ -330,7 +330,7 @@ def test_lost_server_ends_the_feed(model: Path) -> None:
     assert api.left == [3]
 
 
-def test_reports_count_what_was_sent_so_far(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reports_count_the_groups_sent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "REPORT_S", 0.0)
     fed = Fed(model, FakeApi(num_steps=3))
     lines = [*fed.reports, fed.last]

@@ -51,7 +51,7 @@ def test_run_learns_only_from_the_apis_batches(running: Running) -> None:
     assert sum("is left out: sequence 2 of 2 has the score nan" in line for line in run.notes) == 1
 
 
-def test_an_api_that_stays_empty_ends_the_run_saved(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_saved_if_the_api_stays_empty(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atropos_stream, "SHORTEST_PAUSE_S", 0.01)
     api = FakeApi(batches=[batch()], num_waiting=2, largest=3)
     with serving(api) as server, running() as run:
@@ -71,7 +71,7 @@ class LateEngine(FakeEngine):
         self.api.batches = [batch() for _ in range(STEPS - 1)]
 
 
-def test_a_server_that_dies_is_restarted_for_environments(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_server_is_restarted_for_environments(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atropos_stream, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a request: it looks dead
     api = FakeApi(batches=[batch()])
     with serving(api) as server, running() as run:

@@ -59,7 +59,7 @@ def outlived(ranks: Ranks, model: Path) -> tuple[list[Group], float]:
         return run.step(), time.at
 
 
-def test_a_dead_server_of_any_rank_costs_no_batch(model: Path) -> None:
+def test_dead_server_of_any_rank_loses_no_batch(model: Path) -> None:
     (groups, seconds), (others, _) = on_ranks(2, outlived, model)
     assert groups == others
     assert len(groups) == 1

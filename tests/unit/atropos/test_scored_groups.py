@@ -43,7 +43,7 @@ def test_prompt_is_the_common_prefix_of_all_sequences() -> None:
     assert known(group.completions[0].logprobs) == [None, -0.5]
 
 
-def test_a_prompt_ends_before_the_first_sampled_token() -> None:
+def test_prompt_ends_before_the_first_sampled_token() -> None:
     group = learnt(scored(((1, 2, 3, 4), 3), ((1, 2, 3, 4), 2)))
     assert group.prompt_token_ids == (1, 2)
     assert [completion.sampled for completion in group.completions] == [(False, True), None]
@@ -55,19 +55,19 @@ def test_sequences_without_a_common_prefix_have_no_prompt() -> None:
     assert [completion.sampled for completion in group.completions] == [(False, True)] * 2
 
 
-def test_a_tools_answer_in_the_middle_is_read_and_not_sampled() -> None:
+def test_tool_result_between_turns_is_not_sampled() -> None:
     group = learnt(scored(((1, 2, 3, 4, 5), 1), masks=[[-100, 2, -100, -100, 5]]))
     (completion,) = group.completions
     assert (completion.token_ids, completion.sampled) == ((2, 3, 4, 5), (True, False, False, True))
 
 
-def test_the_first_token_of_a_sequence_is_never_trained_on() -> None:
+def test_first_token_of_a_sequence_is_never_trained_on() -> None:
     group = learnt(scored(((1, 2, 3), 0), ((1, 2, 4), 0)))
     assert group.prompt_token_ids == (1,)
     assert [completion.sampled for completion in group.completions] == [None, None]
 
 
-def test_a_sequence_without_sampled_tokens_keeps_its_reward() -> None:
+def test_sequence_without_sampled_tokens_keeps_its_reward() -> None:
     group = learnt(scored(((1, 2, 3), 3), ((1, 2), 1)))
     assert (group.prompt_token_ids, group.rewards) == ((1,), (0.0, 1.0))
     assert group.completions[0].sampled == (False, False)

@@ -54,7 +54,7 @@ def test_saved_progress_is_read_back(tmp_path: Path) -> None:
     assert read(folder) == SavedCheckpoint(folder, progress(3))
 
 
-def test_the_marker_is_written_last_and_knows_every_other_file(tmp_path: Path) -> None:
+def test_marker_is_written_last_and_lists_all_other_files(tmp_path: Path) -> None:
     def write(scratch: Path) -> None:
         fill(scratch)
         assert not (scratch / MARKER_NAME).exists()
@@ -111,7 +111,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_and_an_older_one_is_taken(
+def test_damaged_file_is_named_and_older_checkpoint_used(
     name: str, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     older, newer = save(tmp_path, 3), save(tmp_path, 10)
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_named_and_an_older_one_is_taken(
 
 
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink, grow], ids=lambda damage: damage.__name__)
-def test_a_damaged_marker_is_named_and_an_older_one_taken(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_damaged_marker_is_named_and_older_checkpoint_used(damage: Callable[[Path], None], tmp_path: Path) -> None:
     older, newer = save(tmp_path, 3), save(tmp_path, 10)
     damage(newer / MARKER_NAME)
     with pytest.raises(CheckpointError, match=rf"/step_10 is incomplete or damaged: {MARKER_NAME} "):
@@ -166,7 +166,7 @@ def test_added_files_that_loaders_read_are_refused(name: str, tmp_path: Path) ->
         read(folder)
 
 
-def test_a_missing_file_is_reported_before_a_checksum(tmp_path: Path) -> None:
+def test_missing_file_is_reported_before_a_checksum(tmp_path: Path) -> None:
     folder = save(tmp_path)
     flip(folder / CONFIG)
     (folder / WEIGHTS).unlink()
@@ -188,7 +188,7 @@ def test_invalid_checkpoint_is_refused(tmp_path: Path) -> None:
             read(folder)
 
 
-def test_the_newest_has_the_highest_step_and_the_right_name(tmp_path: Path) -> None:
+def test_newest_checkpoint_has_the_highest_step_and_prefix(tmp_path: Path) -> None:
     assert newest(tmp_path / "absent", "step_") == (None, ())
     assert newest(tmp_path, "step_") == (None, ())
     folders = [save(tmp_path, step) for step in (9, 10, 100)]
@@ -216,7 +216,7 @@ def test_every_skipped_newer_checkpoint_is_reported(tmp_path: Path) -> None:
     assert newest(tmp_path, "step_")[0] is None
 
 
-def test_only_the_last_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     folders = [save(tmp_path, step) for step in (1, 2, 3)]
     assert keep_last(folders, 0) == folders
     assert keep_last(folders, 3) == folders
@@ -257,7 +257,7 @@ def test_checkpoint_is_removed_atomically(tmp_path: Path, monkeypatch: pytest.Mo
     assert states == [(True, False, [MARKER_NAME, CONFIG, WEIGHTS, "optimizer"])]
 
 
-def test_an_older_checkpoint_is_replaced_even_a_damaged_one(tmp_path: Path) -> None:
+def test_older_checkpoint_is_replaced_even_if_damaged(tmp_path: Path) -> None:
     folder = save(tmp_path)
     cut(folder / WEIGHTS)
     (folder / "model-00009-of-00009.safetensors").write_text("stale")
@@ -266,7 +266,7 @@ def test_an_older_checkpoint_is_replaced_even_a_damaged_one(tmp_path: Path) -> N
     assert names(tmp_path) == ["step_3"]
 
 
-def test_a_foreign_folder_is_refused_and_an_empty_one_used(tmp_path: Path) -> None:
+def test_foreign_folder_is_refused_and_empty_one_is_used(tmp_path: Path) -> None:
     folder = tmp_path / "step_3"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
@@ -279,7 +279,7 @@ def test_a_foreign_folder_is_refused_and_an_empty_one_used(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("limit_bytes", [3000, 100])  # in the middle of the weights; in the marker
 @pytest.mark.parametrize("older", [True, False])
-def test_a_full_disk_is_one_line_and_leaves_nothing(limit_bytes: int, older: bool, tmp_path: Path) -> None:
+def test_full_disk_is_a_one_line_error_without_leftovers(limit_bytes: int, older: bool, tmp_path: Path) -> None:
     if older:
         save(tmp_path)
 

@@ -64,7 +64,7 @@ def full(folder: Path, base: Path) -> Path:
     return checkpoint.save(folder, write, progress)
 
 
-def test_a_missing_checkpoint_is_refused_with_a_similar_name(
+def test_missing_checkpoint_error_suggests_a_similar_name(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "one"
@@ -88,7 +88,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_an_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Path) -> None:
+def test_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Path) -> None:
     folder = export(adapter(tmp_path / "adapter_step_1", str(base)), tmp_path / "out").folder
     before, after = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict() for path in (base, folder))
     assert before.keys() == after.keys()
@@ -99,7 +99,7 @@ def test_an_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Pat
     assert names(folder) == sorted([folder_mark.NAME, "chat_template.jinja", *PARTS])
 
 
-def test_an_adapter_of_experts_is_merged(tmp_path: Path) -> None:
+def test_expert_adapter_is_merged(tmp_path: Path) -> None:
     config = FAMILIES["Qwen3-MoE"]()
     base = tiny.write(config, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
@@ -120,7 +120,7 @@ def test_an_adapter_of_experts_is_merged(tmp_path: Path) -> None:
     assert change.abs().max() > 0.02
 
 
-def test_the_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Path) -> None:
+def test_exported_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "adapter_step_1", str(base))
     tokenizer: Any = AutoTokenizer.from_pretrained(export(source, tmp_path / "one").folder)
     assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(base)("2+3=")["input_ids"]
@@ -131,7 +131,7 @@ def test_the_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Pat
     assert tokenizer.chat_template == "changed"
 
 
-def test_a_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: Path) -> None:
     source = full(tmp_path / "step_3", base)
     folder = export(source, tmp_path / "out").folder
     assert names(folder) == sorted({*names(source), folder_mark.NAME} - {MARKER_NAME, "optimizer"})
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: 
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<eos>"
 
 
-def test_only_an_earlier_export_is_replaced(base: Path, tmp_path: Path) -> None:
+def test_export_replaces_only_an_earlier_export(base: Path, tmp_path: Path) -> None:
     source, out = full(tmp_path / "step_3", base), tmp_path / "out"
     out.mkdir()
     (out / "model.safetensors").write_text("mine")
@@ -161,7 +161,7 @@ def test_only_an_earlier_export_is_replaced(base: Path, tmp_path: Path) -> None:
         export(source, source)
 
 
-def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+def test_refused_export_is_a_one_line_error_without_leftovers(base: Path, tmp_path: Path) -> None:
     damaged = full(tmp_path / "step_3", base)
     (damaged / "config.json").write_text("{}")
     other = tiny.llama()
@@ -187,7 +187,7 @@ def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: P
         assert not (tmp_path / "out").exists()
 
 
-def test_different_base_can_be_named(base: Path, tmp_path: Path) -> None:
+def test_base_model_can_be_overridden(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "moved", "no/such/place/any/more")
     assert export(source, tmp_path / "out", base=str(base)).folder.is_dir()
 
@@ -245,7 +245,7 @@ def test_merged_model_computes_what_peft_computes(case: str, dtype: Any, tmp_pat
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_alpha": 0}, {"modules_to_save": ["lm_head"]}])
-def test_an_adapter_that_changes_nothing_is_reported(
+def test_adapter_that_changes_nothing_is_reported(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_untrained = not settings
@@ -307,7 +307,7 @@ def test_unmergeable_adapter_is_refused(case: str, tmp_path: Path, capsys: pytes
     assert "bug in Bridge" not in capsys.readouterr().err
 
 
-def test_an_odd_adapter_folder_is_refused_in_one_line(base: Path, tmp_path: Path) -> None:
+def test_invalid_adapter_folder_is_refused_in_one_line(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "adapter", str(base))
     settings = json.loads((source / "adapter_config.json").read_text())
     for odd in (
@@ -331,7 +331,7 @@ def test_an_odd_adapter_folder_is_refused_in_one_line(base: Path, tmp_path: Path
         export(source, tmp_path / "out")
 
 
-def test_a_quantized_base_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+def test_quantized_base_model_is_refused_by_name(base: Path, tmp_path: Path) -> None:
     quantized = tmp_path / "quantized"
     shutil.copytree(base, quantized)
     document = json.loads((base / "config.json").read_text())
@@ -365,7 +365,7 @@ class FakeHub:
         self.calls.append(("upload", repo_id, folder_path, ignore_patterns))
 
 
-def test_an_export_is_pushed_without_the_mark(
+def test_export_is_pushed_without_bridges_marker_file(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[Any] = []
@@ -380,7 +380,7 @@ def test_an_export_is_pushed_without_the_mark(
     assert calls == ["whoami", ("create", "mine", True, True), ("upload", "me/mine", out, [folder_mark.NAME])]
 
 
-def test_a_failed_push_keeps_the_folder_and_names_a_command(
+def test_failed_push_keeps_the_folder_and_suggests_a_command(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[Any] = []

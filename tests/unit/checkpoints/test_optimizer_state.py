@@ -98,7 +98,7 @@ def refusal(folder: Path, trained: Trained) -> str:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*KINDS, OFFLOADED])
 @pytest.mark.parametrize("shard_bytes", [10**9, 50])
-def test_a_state_resumes_bitwise_in_its_dtypes_at_a_new_rate(
+def test_state_resumes_bitwise_with_a_new_learning_rate(
     shard_bytes: int, kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", shard_bytes)
@@ -129,7 +129,7 @@ def test_a_state_resumes_bitwise_in_its_dtypes_at_a_new_rate(
     assert slower.param_groups[0]["lr"] == 1e-9
 
 
-def test_files_are_bounded_and_numbered_to_the_same_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_files_are_bounded_and_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", 200)
     trained = parameters()
     optimizer = optimizer_of(trained)
@@ -146,13 +146,13 @@ def test_files_are_bounded_and_numbered_to_the_same_total(tmp_path: Path, monkey
     )
 
 
-def test_no_tensor_lies_where_vllm_would_load_it(tmp_path: Path) -> None:
+def test_vllm_does_not_load_the_optimizer_state(tmp_path: Path) -> None:
     trained = parameters()
     optimizer_state.write(tmp_path, trained, optimizer_of(trained))
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
-def test_one_file_at_a_time_is_held_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_holds_one_file_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = parameters()
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=1)
@@ -183,7 +183,7 @@ def test_loaded_state_is_independent_of_the_file(tmp_path: Path) -> None:
     step(trained, resumed, seed=2)  # in writable memory
 
 
-def test_a_parameter_without_a_gradient_so_far_has_no_state(tmp_path: Path) -> None:
+def test_parameter_without_an_update_has_no_state(tmp_path: Path) -> None:
     trained = parameters()
     optimizer = optimizer_of(trained)
     optimizer_state.write(tmp_path, trained, optimizer)
@@ -293,7 +293,7 @@ def test_truncated_state_file_is_refused(written: Path) -> None:
     assert f"{path} cannot be read" in refusal(written, parameters())
 
 
-def test_a_checkpoint_without_state_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_checkpoint_without_state_is_refused_in_one_line(tmp_path: Path) -> None:
     trained = parameters()
     with pytest.raises(CheckpointError, match=r"holds no optimizer state .* saved with --no-save-optimizer") as caught:
         optimizer_state.read(tmp_path, trained, optimizer_of(trained))
@@ -301,7 +301,7 @@ def test_a_checkpoint_without_state_is_refused_in_one_line(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]"])
-def test_a_damaged_record_is_refused(written: Path, text: str) -> None:
+def test_damaged_state_record_is_refused(written: Path, text: str) -> None:
     (written / FOLDER / STATE_NAME).write_text(text)
     assert "cannot be used: it is damaged" in refusal(written, parameters())
 
@@ -318,7 +318,7 @@ ODD_RECORDS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("case", ODD_RECORDS)
-def test_an_odd_record_is_refused_in_one_line(case: str, written: Path) -> None:
+def test_invalid_state_record_is_refused_in_one_line(case: str, written: Path) -> None:
     path = written / FOLDER / STATE_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | ODD_RECORDS[case]))
     assert refusal(written, parameters()) == f"{path} cannot be used: it is damaged"

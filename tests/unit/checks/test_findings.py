@@ -23,7 +23,7 @@ def reports(file: Path) -> list[ast.Call]:
     return [*named, *(call for call in calls if isinstance(call.func, ast.IfExp))]
 
 
-def test_every_report_of_every_check_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_report_of_every_check_has_a_test_case(monkeypatch: pytest.MonkeyPatch) -> None:
     executed: set[tuple[str, int]] = set()
 
     def record(check: Check) -> None:
@@ -51,7 +51,7 @@ def test_every_finding_has_a_fix() -> None:
     assert [check.name for check in findings if not (check.found and check.expected and check.hint)] == []
 
 
-def test_every_variable_and_every_cause_is_found() -> None:
+def test_every_variable_and_cause_has_a_finding() -> None:
     findings = [check for section in FINDINGS.values() for check in section() if check.status in ("WARN", "FAIL")]
     assert {rule.name for rule in software.RULES} <= {check.name for check in findings}
     found = " ".join(check.found for check in findings)

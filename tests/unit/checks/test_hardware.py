@@ -105,7 +105,7 @@ BUSY = gpu_facts(free_gib=20).gpus[0]
         (hardware.over_cuda_ipc(None, {}), "SKIP", "needs a GPU"),
     ],
 )
-def test_hardware_is_judged(check: Check, status: str, words: str) -> None:
+def test_hardware_check_gives_the_expected_verdict(check: Check, status: str, words: str) -> None:
     assert check.status == status
     assert words in check.found
 
@@ -162,7 +162,7 @@ def test_memfd_is_closed_if_it_cannot_be_allocated(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("stdout", "status"), [(f"noise\n{READ}{MARK}\n", "PASS"), ("", "FAIL"), (f"{READ}0\n", "FAIL")]
 )
-def test_mark_read_by_the_first_process_proves_one_memory(stdout: str, status: str) -> None:
+def test_mark_read_by_the_first_process_proves_sharing(stdout: str, status: str) -> None:
     assert hardware.judge_trial(Ended(returncode=0, stdout=stdout), {}).status == status
 
 

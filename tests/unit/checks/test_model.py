@@ -74,7 +74,7 @@ def test_unshareable_model_names_other_modes() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(INSIDE))
-def test_model_with_a_tower_is_trained_only_in_place(family: str) -> None:
+def test_vision_language_model_is_trained_only_in_place(family: str) -> None:
     config = FAMILIES[family]()
     named = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}{model.INSIDE}"]}
     assert statuses(named) == {SHARED: "PASS", LORA: "WARN", NONE: "WARN"}
@@ -89,7 +89,7 @@ def test_doctor_names_models_that_take_images(family: str) -> None:
     assert not any("images" in check.found for check in others)
 
 
-def test_proved_types_are_those_of_the_table() -> None:
+def test_known_model_types_match_the_docs_table() -> None:
     assert {FAMILIES[family]().model_type for family in FAMILIES} == model.PROVED
 
 
@@ -122,13 +122,13 @@ def test_model_is_built_by_a_child_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [{"text_config": "llama"}, {"text_config": [1]}, {"dtype": {"": "float16"}}])
-def test_odd_values_are_not_an_obstacle(odd: dict[str, Any]) -> None:
+def test_unusual_config_values_do_not_rule_out_training(odd: dict[str, Any]) -> None:
     assert statuses({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | odd) == dict.fromkeys(
         MODES, "PASS"
     )
 
 
-def test_notes_name_the_limits_of_a_mode() -> None:
+def test_check_notes_name_a_modes_limits() -> None:
     checks = {
         check.name: check
         for check in model.modes(
@@ -184,7 +184,7 @@ def test_float16_family_served_in_bfloat16_is_accepted(tmp_path: Path) -> None:
         (None, None),
     ],
 )
-def test_window_counts_if_a_sequence_may_be_longer(config: dict[str, Any] | None, expected: int | None) -> None:
+def test_window_matters_only_if_sequences_may_exceed_it(config: dict[str, Any] | None, expected: int | None) -> None:
     assert model.window(config, None) == expected
     assert model.window(config, 4096) is None
     findings = [
@@ -274,7 +274,7 @@ def refusal(folder: Path) -> UnsupportedModelError | None:
         (sharded, "consolidated-00001-of-00001.safetensors", "consolidated-00001-of-00001.safetensors"),
     ],
 )
-def test_two_sets_of_weights_are_refused_unless_they_are_equal(
+def test_two_sets_of_weights_are_refused_unless_equal(
     write: Callable[[Path], Path], file: str, of_vllm: str, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m")
@@ -338,7 +338,7 @@ def test_embedding_of_a_different_size_is_refused(config: PretrainedConfig, voca
     assert error.hint.startswith('set "vocab_size": 301 in its config.json')
 
 
-def test_files_without_an_embedding_or_a_head_are_not_read(tmp_path: Path) -> None:
+def test_files_without_embedding_or_head_are_not_read(tmp_path: Path) -> None:
     """Reading the hundreds of files of a large model would delay a start by seconds."""
     folder = sharded(tmp_path / "m")
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"damaged")
@@ -348,7 +348,7 @@ def test_files_without_an_embedding_or_a_head_are_not_read(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_tied_model_without_its_embedding_is_refused(is_tied: bool, tmp_path: Path) -> None:
+def test_tied_model_without_its_embedding_is_refused(is_tied: bool, tmp_path: Path) -> None:
     folder = single(tmp_path / "m")
     tensors = load_file(folder / SINGLE)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -362,7 +362,7 @@ def test_a_tied_model_without_its_embedding_is_refused(is_tied: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud83d", "a/" * 3000, "o/" + "x" * 300], ids=range(5))
-def test_a_name_that_no_model_can_have_is_refused(name: str) -> None:
+def test_impossible_model_name_is_refused(name: str) -> None:
     assert model.read(name) is None
     assert skeleton.absolute(name) == name
     with pytest.raises(UsageError):
@@ -381,7 +381,7 @@ def test_any_tokenizer_error_is_reported_in_one_line(monkeypatch: pytest.MonkeyP
         skeleton.tokenizer("m")
 
 
-def test_saving_is_checked_for_a_folder(tmp_path: Path) -> None:
+def test_saving_check_reads_a_models_folder(tmp_path: Path) -> None:
     (tmp_path / "original").mkdir()
     (check,) = model.saving(str(tmp_path))
     assert (check.status, "has no tokenizer files" in check.found) == ("FAIL", True)
@@ -428,7 +428,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_of_a_model_are_judged(case: str) -> None:
+def test_token_check_gives_the_expected_verdict(case: str) -> None:
     fields, statuses = CASES[case]
     known: dict[str, Any] = {
         "num_tokens": 340, "num_embeddings": 400, "beyond": "", "chat_is_beyond": False, "has_template": True,

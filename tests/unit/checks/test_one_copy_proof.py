@@ -84,7 +84,7 @@ def test_one_copy_passes_and_a_parameter_elsewhere_fails(attached: AttachedModel
     assert "256 bytes" in one_copy_proof.bytes_allocated(attached).found
 
 
-def test_marks_pass_both_ways_and_are_put_back(server: ToyServer, attached: AttachedModel) -> None:
+def test_marks_pass_both_ways_and_are_restored(server: ToyServer, attached: AttachedModel) -> None:
     before = copied(server)
     client = FakeClient(server.tensors)
     assert statuses(one_copy_proof.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
@@ -120,7 +120,7 @@ def test_mark_differs_from_the_value_before(server: ToyServer, attached: Attache
     assert written.found.startswith("0 of")
 
 
-def test_marks_are_put_back_if_the_server_fails(server: ToyServer, attached: AttachedModel) -> None:
+def test_marks_are_restored_if_the_server_fails(server: ToyServer, attached: AttachedModel) -> None:
     class Unreachable(FakeClient):
         def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
             raise ConnectionError
@@ -164,7 +164,7 @@ def test_concurrent_update_is_not_a_failure(status: Any, after: int, state: Any,
     assert "0.2" in judged.found
 
 
-def test_checksums_name_the_first_that_differs(server: ToyServer, attached: AttachedModel) -> None:
+def test_checksum_error_names_the_first_difference(server: ToyServer, attached: AttachedModel) -> None:
     theirs = {name: digest(tensor) for name, tensor in server.tensors.items()}
     assert one_copy_proof.digests(attached, theirs).status == "PASS"
     changed = one_copy_proof.digests(attached, {**theirs, "model.norm.weight": "0" * 16})
@@ -251,7 +251,7 @@ class LiveClient(FakeClient):
 
 
 @pytest.mark.parametrize(("is_replayed", "expected"), [(True, "PASS"), (False, "FAIL")])
-def test_a_mixture_is_verified_with_the_servers_experts(
+def test_moe_model_is_verified_with_the_servers_experts(
     mixture: ToyServer,
     url_of_other_experts: str,
     tmp_path: Path,
@@ -270,7 +270,7 @@ def test_a_mixture_is_verified_with_the_servers_experts(
     assert (logprobs.name, logprobs.status) == (one_copy_proof.LOGPROBS, expected), logprobs.found
 
 
-def test_a_mixture_in_parts_is_verified_with_the_servers_experts(
+def test_sharded_moe_is_verified_with_the_servers_experts(
     mixture: ToyServer, url_of_other_experts: str, tmp_path: Path
 ) -> None:
     """By two processes, each with its part of every expert; their own routers choose if the numbers do not match."""
@@ -309,7 +309,7 @@ def test_fp8_weights_of_replicas_are_compared(
     assert one_copy_proof.served(tmp_path / "m.json") == Served(3, {"w": "1", "w in FP8": "f"})
 
 
-def test_replicas_are_compared_at_one_version() -> None:
+def test_replicas_are_compared_at_the_same_version() -> None:
     num_reads = dict.fromkeys("xy", 0)
 
     def look(path: Path) -> Served:

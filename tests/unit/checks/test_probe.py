@@ -43,7 +43,7 @@ def test_broken_imports_are_reported(
     assert "no_such_member" in str(imports["json"])
 
 
-def test_this_machine_has_torch_and_transformers() -> None:
+def test_probe_finds_torch_and_transformers() -> None:
     facts = probe.ask("imports", "cuda")
     assert (facts.trouble, facts.import_error("transformers")) == (None, None)
     assert facts.torch is not None

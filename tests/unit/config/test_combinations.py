@@ -172,7 +172,7 @@ def test_each_excluded_choice_is_accepted_by_itself(
         assert error is None or not error.message.startswith(message)
 
 
-def test_every_row_of_the_table_has_a_case() -> None:
+def test_every_excluded_combination_has_a_test_case() -> None:
     broken = set()
     for needed, choices, _ in TABLE:
         serve, train, more = by_configuration({**needed, **choices})

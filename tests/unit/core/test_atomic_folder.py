@@ -125,14 +125,14 @@ def test_folder_created_while_writing_is_not_replaced(tmp_path: Path) -> None:
     assert names(folder) == ["thesis.txt"]
 
 
-def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+def test_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder", "new")
     assert (tmp_path / "folder" / "name").read_text() == "new"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), ServerUnreachableError("x", hint="y")])
-def test_an_error_changes_nothing_and_is_passed_on(tmp_path: Path, error: BaseException) -> None:
+def test_error_leaves_the_folder_unchanged_and_propagates(tmp_path: Path, error: BaseException) -> None:
     write(tmp_path / "folder", "old")
 
     def fail(scratch: Path) -> None:
@@ -166,7 +166,7 @@ def test_content_is_on_disk_before_the_name_appears(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_every_file_follows_the_umask_whoever_wrote_it(tmp_path: Path, umask: int) -> None:
+def test_every_file_mode_follows_the_umask(tmp_path: Path, umask: int) -> None:
     def fill(scratch: Path) -> None:
         (scratch / "name").write_text("text")
         (scratch / "inner").mkdir(mode=0o700)
@@ -184,7 +184,7 @@ def test_every_file_follows_the_umask_whoever_wrote_it(tmp_path: Path, umask: in
         assert path.stat().st_mode == (tmp_path / ("folder" if path.is_dir() else "file")).stat().st_mode, path
 
 
-def test_two_folders_are_swapped_in_one_call(tmp_path: Path) -> None:
+def test_folders_are_swapped_in_one_system_call(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "name").write_text(name)

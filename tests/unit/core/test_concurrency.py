@@ -35,7 +35,7 @@ def test_connection_is_readable_once_data_arrives(pair: tuple[socket.socket, soc
     assert is_readable(near, 20.0)
 
 
-def test_a_connection_that_the_other_end_closed_is_readable(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_connection_closed_by_the_peer_is_readable(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     far.close()
     assert is_readable(near, 20.0)

@@ -79,7 +79,7 @@ def test_surviving_fork_does_not_hold_the_claim(tmp_path: Path) -> None:
         assert make(tmp_path) == ()
 
 
-def test_process_may_claim_twice_and_remove_an_empty_one(tmp_path: Path) -> None:
+def test_process_may_claim_twice_and_remove_empty_folders(tmp_path: Path) -> None:
     made = make(tmp_path / "a" / "b")
     assert made == (tmp_path / "a" / "b", tmp_path / "a")
     assert make(tmp_path / "a" / "b") == ()

@@ -90,13 +90,13 @@ def test_unavailable_config_is_refused_with_the_reason(tmp_path: Path, model: st
         ({"HF_ENDPOINT": "http://no-such-host.invalid"}, "the hub at http://no-such-host.invalid does not answer"),
     ],
 )
-def test_offline_only_cached_models_can_be_served(tmp_path: Path, surroundings: dict[str, str], message: str) -> None:
+def test_only_cached_models_can_be_served_offline(tmp_path: Path, surroundings: dict[str, str], message: str) -> None:
     document = looked_up(NAME, tmp_path, **surroundings)
     assert message in document["message"]
     assert document["hint"].startswith("name a folder, or download it")
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/else"])
-def test_names_on_a_different_hub_are_not_looked_up(tmp_path: Path, model: str) -> None:
+def test_model_names_of_another_hub_are_not_looked_up(tmp_path: Path, model: str) -> None:
     others = {"VLLM_USE_MODELSCOPE": "True"} if model == "nobody/else" else {}
     assert looked_up(model, tmp_path, HF_HUB_OFFLINE="1", **others) == {"config": None}

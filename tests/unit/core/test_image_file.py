@@ -30,7 +30,7 @@ def test_transparency_becomes_white(tmp_path: Path, mode: str) -> None:
     assert (shown.mode, shown.getpixel((0, 0)), shown.getpixel((3, 3))) == ("RGB", WHITE, BLACK)
 
 
-def test_an_opaque_image_keeps_its_pixels(tmp_path: Path) -> None:
+def test_opaque_image_keeps_its_pixels(tmp_path: Path) -> None:
     Image.new("RGB", (4, 2), (250, 10, 20)).save(tmp_path / "a.png")
     shown = image_file.read(str(tmp_path / "a.png"))
     assert (shown.size, shown.getpixel((0, 0))) == ((4, 2), (250, 10, 20))
@@ -46,7 +46,7 @@ def test_image_is_rotated_upright(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.png", np.uint16), ("a.tiff", np.float32)])
-def test_more_than_a_byte_per_channel_is_refused(tmp_path: Path, name: str, kind: type) -> None:
+def test_image_with_16_bit_channels_is_refused(tmp_path: Path, name: str, kind: type) -> None:
     path = str(tmp_path / name)
     Image.fromarray(np.arange(64).reshape(8, 8).astype(kind)).save(path)
     assert "has 16 bits or more per channel (mode " in image_file.fault(path)
@@ -82,7 +82,7 @@ def refused(path: Path | str) -> str:
     return fault
 
 
-def test_more_pixels_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
+def test_image_with_too_many_pixels_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(8193, 8192))
     expected = f"{tmp_path}/a.png has 67,117,056 pixels (8,193 x 8,192), expected at most 67,108,864"
     assert expected in refused(tmp_path / "a.png")
@@ -92,7 +92,7 @@ def test_more_pixels_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
     assert "Image size (1834980000 pixels) exceeds limit" in refused(tmp_path / "a.png")
 
 
-def test_a_file_larger_than_any_image_is_refused(tmp_path: Path) -> None:
+def test_oversized_image_file_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "a.png").open("wb") as file:
         file.write(png(4, 4))
         file.truncate(1 << 40)
@@ -100,7 +100,7 @@ def test_a_file_larger_than_any_image_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [b"\xff\xd8\xff\xe0", b"GIF89a"])
-def test_a_file_of_zeros_is_not_searched_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+def test_search_for_an_image_in_zeros_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
     monkeypatch.setattr(image_file, "MAX_READS", 1000)
     with (tmp_path / "a.jpg").open("wb") as file:
         file.write(start)

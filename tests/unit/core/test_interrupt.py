@@ -68,7 +68,7 @@ def test_deferred_signal_acts_as_soon_as_allowed() -> None:
     assert calls == ["SIGTERM", "open"]
 
 
-def test_an_interrupted_block_restores_the_handlers() -> None:
+def test_interrupted_block_restores_the_handlers() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), deferred_interrupt(), acting_interrupt():
         interrupt()
@@ -76,7 +76,7 @@ def test_an_interrupted_block_restores_the_handlers() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_unhandled_signal_raises_keyboard_interrupt_inside(number: int) -> None:
+def test_unhandled_signal_raises_keyboard_interrupt_in_block(number: int) -> None:
     with handled(number, signal.SIG_DFL), pytest.raises(KeyboardInterrupt), acting_interrupt():
         interrupt(number)
 
@@ -91,7 +91,7 @@ def test_deferred_signal_acts_even_if_ctrl_c_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_an_ignored_signal_stays_ignored_everywhere(number: int) -> None:
+def test_ignored_signal_stays_ignored(number: int) -> None:
     with handled(number, signal.SIG_IGN), deferred_interrupt():
         interrupt(number)
         assert signal.getsignal(number) == signal.SIG_IGN, "a program started here must not ignore it"

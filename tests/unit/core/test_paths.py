@@ -61,7 +61,7 @@ def test_tilde_expands_to_the_home_folder_in_every_setting(
     assert str(config.get(key)) == f"{home}/{name}"
 
 
-def test_other_texts_keep_their_tilde() -> None:
+def test_non_path_settings_keep_their_tilde() -> None:
     assert TrainConfig.of(model_name="m", system_prompt="~/x").task.system_prompt == "~/x"
     assert TrainConfig.of(model_name="m", run_dir="a/~").run_dir == Path("a/~")
 

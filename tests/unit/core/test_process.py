@@ -18,7 +18,7 @@ def test_current_process_is_alive_and_visible() -> None:
     assert identity == ProcessIdentity.of(os.getpid())
 
 
-def test_an_identity_survives_json() -> None:
+def test_process_identity_round_trips_through_json() -> None:
     identity = ProcessIdentity.current()
     assert ProcessIdentity.model_validate_json(identity.model_dump_json()) == identity
 
@@ -49,7 +49,7 @@ def test_another_pid_namespace_is_not_visible() -> None:
     assert not identity.is_visible()
 
 
-def test_odd_process_names_do_not_break_the_start_time() -> None:
+def test_start_time_is_read_despite_odd_process_names() -> None:
     program = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R 1 (b'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

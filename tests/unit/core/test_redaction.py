@@ -67,7 +67,7 @@ def test_files_readable_by_others_contain_no_secrets(tmp_path: Path) -> None:
     assert "start-command" in files[run.report.name].read_text()
 
 
-def test_an_older_log_becomes_private_at_a_restart(tmp_path: Path) -> None:
+def test_existing_log_becomes_private_at_a_restart(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.server_log.touch(0o644)
     server_log.begin_log(run.server_log, "started again")

@@ -190,7 +190,7 @@ def test_nothing_is_compiled_without_memory_beside_vllm(
 
 
 @pytest.mark.parametrize("failing", ["stand_in", "prepare"])
-def test_compile_ahead_error_costs_only_time(
+def test_compile_ahead_error_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bool:

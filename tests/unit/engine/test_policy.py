@@ -91,7 +91,7 @@ def weights(policy: bridge.Policy) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in policy.parameters()]
 
 
-def test_only_a_filtered_policy_computes_over_kept_words(
+def test_only_a_filtered_policy_normalizes_over_kept_words(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A teacher without filters scores a filtered student's tokens over the full vocabulary."""
@@ -125,7 +125,7 @@ def test_mixture_of_experts_with_large_weights_is_packed(policy: bridge.Policy) 
     (policy.logprobs(first)[0].sum() + policy.logprobs(second)[0].sum()).backward()
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> None:
+def test_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> None:
     optimizer = torch.optim.LBFGS(policy.parameters())
     with pytest.raises(UsageError, match="LBFGS needs a closure"):
         with_gradients(policy).update(optimizer)
@@ -134,7 +134,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> 
 
 @pytest.mark.parametrize("max_norm", [None, 0, -1.0, float("nan")])
 @pytest.mark.parametrize("bridges_own", [True, False])
-def test_a_max_norm_that_is_not_positive_is_refused(policy: bridge.Policy, max_norm: Any, bridges_own: bool) -> None:
+def test_non_positive_max_norm_is_refused(policy: bridge.Policy, max_norm: Any, bridges_own: bool) -> None:
     """A negative value would reverse the gradients, and None would raise inside the fence."""
     before, own = weights(policy), policy.optimizer(lr=1e-3)
     optimizer = own if bridges_own else torch.optim.SGD(policy.parameters(), lr=1.0)
@@ -201,7 +201,7 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)
-def test_a_wrong_argument_is_named_in_one_line(policy: bridge.Policy, name: str) -> None:
+def test_invalid_argument_is_named_in_one_line(policy: bridge.Policy, name: str) -> None:
     call, words = WRONG_ARGUMENTS[name]
     with pytest.raises(UsageError, match=words) as refused:
         call(policy)
@@ -210,7 +210,7 @@ def test_a_wrong_argument_is_named_in_one_line(policy: bridge.Policy, name: str)
 
 
 @pytest.mark.parametrize("call", ["publish", "update", "train_step", "optim_step"])
-def test_an_unknown_in_flight_is_refused_before_the_fence(policy: bridge.Policy, call: str) -> None:
+def test_unknown_in_flight_value_is_refused_before_the_fence(policy: bridge.Policy, call: str) -> None:
     before, samples, unknown = weights(policy), [policy.encode("a", "b")], {"in_flight": cast("Any", "zz")}
     choices: dict[str, Callable[[], object]] = {
         "publish": lambda: policy.publish(lambda: None, **unknown),
@@ -277,7 +277,7 @@ def test_sampling_attribute_cannot_be_replaced(policy: bridge.Policy) -> None:
         policy.sampling = bridge.SamplingConfig(temperature=0.5)  # type: ignore[misc]
 
 
-def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None:
+def test_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None:
     """For example after `get_peft_model(policy.model)`: the server's weights would silently never change."""
     other, head = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     other.grad = head.grad = torch.ones(2)

@@ -141,7 +141,7 @@ def test_two_policies_of_a_process_do_not_share_the_fence(policy: bridge.Policy,
 
 
 @pytest.mark.parametrize("call", sorted({*CALLS} - {"close"}))
-def test_a_closed_policy_refuses_every_call(policy: bridge.Policy, tmp_path: Path, call: str) -> None:
+def test_closed_policy_refuses_every_call(policy: bridge.Policy, tmp_path: Path, call: str) -> None:
     policy.close()
     assert outcome(call, policy, tmp_path) == f"UsageError: policy.{call}: the policy is closed"
 
@@ -175,7 +175,7 @@ def in_fork(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("call", sorted({*CALLS} - {"close"}))
-def test_a_forked_process_is_refused(policy: bridge.Policy, tmp_path: Path, call: str) -> None:
+def test_policy_refuses_calls_in_a_forked_process(policy: bridge.Policy, tmp_path: Path, call: str) -> None:
     policy.sample(["2+2="])
     parent = os.getpid()
 
@@ -262,7 +262,7 @@ def test_threads_may_sample_concurrently_and_during_an_update(policy: bridge.Pol
     assert groups == [2] * 15
 
 
-def test_sample_waits_for_an_abandoned_threads_sample(policy: bridge.Policy) -> None:
+def test_sample_waits_for_another_threads_running_sample(policy: bridge.Policy) -> None:
     async def cancelled() -> int:
         task = asyncio.create_task(asyncio.to_thread(policy.sample, ["long " * 4]))
         await asyncio.sleep(0.01)
@@ -293,7 +293,7 @@ def test_sample_ends_when_another_thread_fails_in_the_fence(policy: bridge.Polic
     assert str(refused).startswith("policy.sample: an error inside policy.publish may have left")
 
 
-def test_a_sample_ends_when_another_thread_closes_the_policy(policy: bridge.Policy) -> None:
+def test_sample_ends_when_another_thread_closes_the_policy(policy: bridge.Policy) -> None:
     def act(index: int) -> None:
         if index == 0:
             policy.sample(["2+2="])
@@ -344,7 +344,7 @@ IDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", IDS)
-def test_a_prompt_may_be_token_ids_of_any_kind(policy: bridge.Policy, kind: str) -> None:
+def test_prompt_may_be_token_ids_of_any_type(policy: bridge.Policy, kind: str) -> None:
     (group,) = policy.sample([IDS[kind]])
     assert group.prompt_token_ids == (65, 66)
     assert isinstance(group.problem["prompt"], str)

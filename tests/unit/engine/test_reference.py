@@ -254,7 +254,7 @@ def test_model_trained_in_place_needs_a_second_model(mode: str) -> None:
     assert "name one with --reference-model, or use --mode lora_only" in str(caught.value)
 
 
-def test_reference_without_a_kl_term_is_refused() -> None:
+def test_reference_model_without_a_kl_term_is_refused() -> None:
     with pytest.raises(ValidationError, match="--kl-in-reward has no effect: --kl-coef, its weight, is 0"):
         config_of(mode="lora_only", kl_in_reward=True)
     with pytest.raises(ValidationError, match="--kl-coef is 0"):
@@ -277,7 +277,7 @@ def refusal(**choices: Any) -> UsageError:
     return caught.value
 
 
-def test_a_reference_with_the_same_vocabulary_is_accepted(folder: Path, tmp_path: Path) -> None:
+def test_reference_with_the_same_vocabulary_is_accepted(folder: Path, tmp_path: Path) -> None:
     other = tiny.write(tiny.qwen2(), tmp_path / "other")
     check_of(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(other)))
 

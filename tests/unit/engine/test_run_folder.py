@@ -116,7 +116,7 @@ def test_save_has_the_state_of_the_optimizer_that_stepped(attach: Attach) -> Non
     assert all(map(torch.equal, expected, weights(resumed)))
 
 
-def test_a_copied_run_directory_resumes_from_its_own_checkpoints(attach: Attach, tmp_path: Path) -> None:
+def test_copied_run_resumes_from_its_own_checkpoints(attach: Attach, tmp_path: Path) -> None:
     policy = attach()
     optimizer = policy.optimizer(lr=1e-2)
     step(policy, optimizer, 1)
@@ -131,7 +131,7 @@ def test_a_copied_run_directory_resumes_from_its_own_checkpoints(attach: Attach,
     assert all(map(torch.equal, expected, weights(resumed)))
 
 
-def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_seeds_continue_after_a_resume(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     async def one(*_: Any, seed: int, **__: Any) -> tuple[Completion, ...]:
@@ -197,7 +197,7 @@ def test_metric_that_is_not_a_number_is_refused_by_name(attach: Attach, values: 
         attach().log(1, **values)
 
 
-def test_a_number_that_is_not_finite_becomes_null(attach: Attach, tmp_path: Path) -> None:
+def test_non_finite_metric_becomes_null(attach: Attach, tmp_path: Path) -> None:
     attach().log(0, loss=float("nan"), clipped=True, count=3)
     (line,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert (line["loss"], line["clipped"], line["count"]) == (None, 1, 3)
@@ -225,7 +225,7 @@ def test_existing_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_run_killed_before_its_first_checkpoint_restarts(attach: Attach, tmp_path: Path, first: int) -> None:
+def test_run_killed_before_its_first_checkpoint_restarts(attach: Attach, tmp_path: Path, first: int) -> None:
     attach().log(first, loss=0.0)
     resumed = attach()
     assert resumed.resume(resumed.optimizer(lr=1e-3)) == 0

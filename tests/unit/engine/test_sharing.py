@@ -135,7 +135,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_pixels_go_only_to_the_rank_that_trains_on_them(model: Path) -> None:
+def test_pixels_are_sent_only_to_the_rank_that_needs_them(model: Path) -> None:
     with serving(openai(is_bridge=True)) as server:
         ranks = on_ranks(NUM_RANKS, a_step, model, server.url)
         whole = taken(ALONE, model, server.url)

@@ -135,7 +135,7 @@ def test_gradients_of_several_calls_are_summed(policy: bridge.Policy, groups: li
     assert gradients(policy) == []
 
 
-def test_a_loss_may_be_a_function(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_loss_may_be_a_function(policy: bridge.Policy, groups: list[Group]) -> None:
     samples, seen = bridge.samples(groups), list[int]()
 
     def loss(logprobs: Tensor, batch: MicroBatch) -> Tensor:
@@ -202,7 +202,7 @@ def test_weights_without_optimizer_are_saved_and_loaded(
         policy.load_state(tmp_path / "weights", has_optimizer=False)
 
 
-def test_a_step_needs_gradients(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_step_without_gradients_is_refused(policy: bridge.Policy, groups: list[Group]) -> None:
     with pytest.raises(UsageError, match="there are no gradients"):
         policy.optim_step()
     policy.forward_backward(bridge.samples(groups))
@@ -226,7 +226,7 @@ def test_infinite_gradients_change_nothing(policy: bridge.Policy, groups: list[G
     assert policy.version == 1
 
 
-def test_a_failed_loss_leaves_no_gradient(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_failed_loss_leaves_no_gradients(policy: bridge.Policy, groups: list[Group]) -> None:
     def loss(_: Tensor, __: MicroBatch) -> Tensor:
         raise ZeroDivisionError
 
@@ -237,7 +237,7 @@ def test_a_failed_loss_leaves_no_gradient(policy: bridge.Policy, groups: list[Gr
         policy.optim_step()
 
 
-def test_losses_that_one_call_cannot_compute_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_losses_forward_backward_cannot_use_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     with pytest.raises(UsageError, match="top_entropy"):
         policy.forward_backward(samples, bridge.LossConfig(top_entropy=0.5))
@@ -277,12 +277,12 @@ def test_read_only_policy_computes_but_never_writes(
                 call()
 
 
-def test_choices_that_contradict_each_other_are_refused(toy: toy_server.ToyServer, tmp_path: Path) -> None:
+def test_kl_coef_without_a_reference_is_refused(toy: toy_server.ToyServer, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="reference"):
         toy_server.attach(toy.manifest, tmp_path, loss=bridge.LossConfig(kl_coef=0.1))
 
 
-def test_runs_use_the_fence_of_the_policy(policy: bridge.Policy) -> None:
+def test_optim_step_inside_policy_fence_is_refused(policy: bridge.Policy) -> None:
     with policy.fence(Update()), pytest.raises(UsageError, match=r"policy\.optim_step was called inside policy\.fence"):
         policy.optim_step()
     assert policy.version == 1
@@ -435,9 +435,7 @@ def test_loading_a_state_closes_the_open_fence(
 
 
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop", "SGD"])
-def test_float32_sums_can_be_stepped_by_torchs_optimizers(
-    policy: bridge.Policy, groups: list[Group], name: str
-) -> None:
+def test_torch_optimizers_can_step_float32_sums(policy: bridge.Policy, groups: list[Group], name: str) -> None:
     """Some accept only gradients of the parameter's dtype, and would fail inside the fence."""
     samples = bridge.samples(groups)
     policy.forward_backward(samples[:8])
@@ -725,18 +723,18 @@ def test_targets_are_scored_in_the_callers_order(toy: toy_server.ToyServer, tmp_
         ({"targets": ((1, 2), (3, 4)), "target_weights": ((1.0, 1.0), (math.nan, 1.0))}, "weight of nan"),
     ],
 )
-def test_unusable_targets_are_refused(policy: bridge.Policy, changes: dict[str, Any], words: str) -> None:
+def test_invalid_targets_are_refused(policy: bridge.Policy, changes: dict[str, Any], words: str) -> None:
     one = replace(given_targets()[2], **changes)
     with pytest.raises(UsageError, match=words):
         policy.forward_backward([one], cross_entropy)
 
 
-def test_ratios_to_several_targets_are_refused(policy: bridge.Policy) -> None:
+def test_probability_ratios_of_several_targets_are_refused(policy: bridge.Policy) -> None:
     with pytest.raises(UsageError, match="sample 0 has several targets per token, but loss is a LossConfig"):
         policy.forward_backward(given_targets())
 
 
-def test_a_forward_leaves_gradients_and_computes_the_same(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_forward_matches_training_and_keeps_gradients(policy: bridge.Policy, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     passes = policy.forward_backward(samples)
     before = gradients(policy)
@@ -821,7 +819,7 @@ def test_loading_weights_resets_the_optimizer(
     assert equal(weights(policy), expected)
 
 
-def test_a_policy_names_its_model_and_longest_sequence(policy: bridge.Policy, toy: toy_server.ToyServer) -> None:
+def test_policy_reports_its_model_and_longest_sequence(policy: bridge.Policy, toy: toy_server.ToyServer) -> None:
     assert policy.model_name == toy.manifest.model
     assert policy.max_model_len == toy.manifest.max_model_len
 

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_class_with_a_run_is_an_agent(tmp_path: Path) -> None:
+def test_class_with_a_run_method_is_an_agent(tmp_path: Path) -> None:
     task = registry.load(TaskConfig(environment=f"{FILE}:Calling"))
     assert task.interaction == "agent"
     assert isinstance(task.recipe(), Agent)
@@ -62,7 +62,7 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("case", MISUSES)
-def test_each_misuse_ends_in_one_line(tmp_path: Path, case: str) -> None:
+def test_each_agent_misuse_is_a_one_line_error(tmp_path: Path, case: str) -> None:
     source, expected = MISUSES[case]
     (tmp_path / "task.py").write_text(source.replace("RUN", "return 1.0"))
     with pytest.raises(RewardError) as caught:
@@ -72,7 +72,7 @@ def test_each_misuse_ends_in_one_line(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Calling", "Chatting", "Branching", "Scored"])
-def test_a_rehearsal_runs_the_agent_with_made_up_answers(model: Path, kind: str) -> None:
+def test_rehearsal_runs_the_agent_with_made_up_answers(model: Path, kind: str) -> None:
     assert rehearsed(model, f"{FILE}:{kind}", reward_processes=int(kind == "Calling")) == []
 
 
@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_rehearsal_names_the_obstacle_to_a_reward(model: Path, tmp_path: Path, case: str) -> None:
+def test_rehearsal_reports_why_there_is_no_reward(model: Path, tmp_path: Path, case: str) -> None:
     run, expected = REFUSED[case]
     (tmp_path / "task.py").write_text(IMPORTS + (RUNS + ITERATES).replace("RUN", run))
     with pytest.raises(RewardError) as caught:
@@ -104,7 +104,7 @@ def test_rehearsal_names_the_obstacle_to_a_reward(model: Path, tmp_path: Path, c
     assert "\n" not in caught.value.message
 
 
-def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+def test_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     tiny.write_tokenizer(tmp_path, tiny.VOCABULARY)
     with pytest.raises(UsageError, match=f"the chat template of {tmp_path} is missing from its tokenizer"):
@@ -138,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any] | list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_an_unanswerable_request_is_refused_in_one_sentence(case: str) -> None:
+def test_unsupported_request_is_refused_in_one_sentence(case: str) -> None:
     body, expected = BAD[case]
     with pytest.raises(Refusal) as caught:
         chat_request.read(body)
@@ -178,11 +178,11 @@ def test_request_options_reach_the_template() -> None:
     ("given", "expected"),
     [(None, ()), ("", ()), ([], ()), ("x", ("x",)), (["y", "x"], ("y", "x")), (["x", "\ud83d"], ("x",))],
 )
-def test_a_stop_is_one_text_or_several(given: Any, expected: tuple[str, ...]) -> None:
+def test_stop_may_be_one_string_or_several(given: Any, expected: tuple[str, ...]) -> None:
     assert chat_request.read({"messages": [USER], "stop": given}).stop == expected
 
 
-def test_a_turn_ends_at_the_stop_that_vllm_looks_for_first() -> None:
+def test_turn_ends_at_the_stop_string_vllm_checks_first() -> None:
     request = chat_request.read({"messages": [USER], "stop": ["c", "bc"]})
     cases = {("abc", "stop"): "c", ("ab", "stop"): "", ("abc", "length"): "", ("abcd", "stop"): "c"}
     for (text, reason), expected in cases.items():

@@ -37,7 +37,7 @@ from bridge_environments import rewards
         "1200+34=1234",
     ],
 )
-def test_the_answer_is_found_and_right(completion: str) -> None:
+def test_right_answer_is_found_in_any_format(completion: str) -> None:
     assert rewards.is_right("1234", completion)
 
 
@@ -99,7 +99,7 @@ def test_wrong_empty_or_truncated_answers_score_zero(completion: str) -> None:
         ("1,000,000", "#### 1000000"),
     ],
 )
-def test_equal_numbers_and_formulae_are_right(answer: object, completion: str) -> None:
+def test_equal_numbers_and_formulas_are_right(answer: object, completion: str) -> None:
     assert rewards.is_right(answer, completion)
 
 
@@ -132,7 +132,7 @@ def test_part_of_a_formula_is_not_the_answer() -> None:
 
 
 @pytest.mark.parametrize("answer", ["??", "", "Lima", "#### two of them"])
-def test_reference_answer_without_a_formula_is_named(answer: str) -> None:
+def test_unparsable_reference_answer_is_named(answer: str) -> None:
     with pytest.raises(RewardError, match="is not a number or formula") as caught:
         rewards.is_right(answer, "#### 42")
     assert f"the answer {answer!r}" in caught.value.message
@@ -149,11 +149,11 @@ def test_reference_answer_without_a_formula_is_named(answer: str) -> None:
         (r"\boxed{\frac{1}{2}", ""),
     ],
 )
-def test_the_last_mark_is_read_up_to_its_end(completion: str, expected: str | None) -> None:
+def test_last_answer_mark_is_read_up_to_its_end(completion: str, expected: str | None) -> None:
     assert rewards.marked(completion) == expected
 
 
-def test_answers_are_compared_quietly_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_compared_without_warnings_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
     verdicts: list[bool] = []
     thread = threading.Thread(target=lambda: verdicts.append(rewards.is_right("7", "#### 7")))
     thread.start()
@@ -162,6 +162,6 @@ def test_answers_are_compared_quietly_in_any_thread(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_long_completion_is_looked_through_at_its_end_alone() -> None:
+def test_only_the_end_of_a_long_completion_is_searched() -> None:
     assert rewards.is_right("7", "1 " * 50_000 + "so it is 7")
     assert not rewards.is_right("7", "7 is it" + " word" * 1000)

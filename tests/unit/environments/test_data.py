@@ -90,7 +90,7 @@ def test_gsm8k_without_data_has_the_bundled_problems() -> None:
     assert environment.score(problem, "#### 0.123") == 0.0
 
 
-def test_a_folder_in_the_hubs_layout_is_read(hub: Path) -> None:
+def test_folder_in_the_hubs_layout_is_read(hub: Path) -> None:
     card = "---\nconfigs:\n- config_name: main\n  data_files:\n" + "".join(
         f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test")
     )
@@ -102,7 +102,7 @@ def test_a_folder_in_the_hubs_layout_is_read(hub: Path) -> None:
         assert [problem["answer"] for problem in environment] == ["1008", "1008"]
 
 
-def test_the_layout_of_the_original_repository_is_read_too(write: Write) -> None:
+def test_layout_of_the_original_gsm8k_repository_is_read(write: Write) -> None:
     path = write({"question": "a?", "answer": WORKED}, name="folder/train.jsonl")
     assert not load("gsm8k", data=str(path.parent)).held_out()  # type: ignore[attr-defined]
     write({"question": "c?", "answer": WORKED}, name="folder/test.jsonl")
@@ -110,7 +110,7 @@ def test_the_layout_of_the_original_repository_is_read_too(write: Write) -> None
     assert prompts(environment.held_out()) == [[{"role": "user", "content": "c?"}]]
 
 
-def test_a_parquet_file_is_read(hub: Path, tmp_path: Path) -> None:
+def test_parquet_file_is_read(hub: Path, tmp_path: Path) -> None:
     file = hub / "main" / "train-00000-of-00001.parquet"
     environment: Any = load("gsm8k", data=str(file), eval_data=str(file), system_prompt="")
     assert prompts(environment) == prompts(environment.held_out())
@@ -121,7 +121,7 @@ def test_a_parquet_file_is_read(hub: Path, tmp_path: Path) -> None:
     )
 
 
-def test_data_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path) -> None:
+def test_unreadable_data_error_does_not_blame_the_network(tmp_path: Path) -> None:
     refused = refusal("jsonl", data=str(tmp_path))
     assert refused.message.startswith(f"--data {tmp_path}: cannot be loaded: ")
     assert refused.hint == "write the problems to a JSONL file and use that: --data path/to/problems.jsonl"
@@ -146,7 +146,7 @@ def hub_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return move
 
 
-def test_an_unreachable_hub_is_not_retried(
+def test_unreachable_hub_is_not_retried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub_at: Callable[[str], None]
 ) -> None:
     def wait(seconds: float) -> None:
@@ -160,9 +160,7 @@ def test_an_unreachable_hub_is_not_retried(
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_a_hub_that_is_slow_to_answer_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, hub_at: Callable[[str], None]
-) -> None:
+def test_slow_hub_is_waited_for(monkeypatch: pytest.MonkeyPatch, hub_at: Callable[[str], None]) -> None:
     monkeypatch.setattr(hub_module, "REQUEST_LIMIT_S", 1.0)  # a connection takes less, on a busy machine, too
     is_late = threading.Event()
 
@@ -181,7 +179,7 @@ def test_a_hub_that_is_slow_to_answer_is_waited_for(
     assert len([request for request in server.requests if request.path.endswith("README.md")]) == 1
 
 
-def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_set_is_loaded_with_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "why_unreachable", lambda _: "")
     calls: list[Any] = []
 
@@ -197,7 +195,7 @@ def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), ValueError("no route"), FileNotFoundError("no route")])
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_unreachable_hub_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def load_dataset(path: str, **options: Any) -> Any:
         raise error
 
@@ -208,7 +206,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
     assert "--data path/to/folder" in refused.hint
 
 
-def test_without_the_library_datasets_the_hint_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_library_hint_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install datasets" in refusal("gsm8k", data="openai/gsm8k").hint
     load("gsm8k")
@@ -226,7 +224,7 @@ def test_without_the_library_datasets_the_hint_installs_it(monkeypatch: pytest.M
         (AssertionError(), "check its name and the network"),
     ],
 )
-def test_errors_of_data_sets_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, hint: str) -> None:
+def test_data_set_errors_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, hint: str) -> None:
     def load_dataset(path: str, **options: Any) -> Any:
         raise error
 
@@ -238,7 +236,7 @@ def test_errors_of_data_sets_are_one_line(monkeypatch: pytest.MonkeyPatch, error
     assert refused.hint.startswith(hint)
 
 
-def test_a_socks_proxy_without_its_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_socks_library_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("httpx")
     if importlib.util.find_spec("socksio"):
         pytest.skip("socksio is installed")
@@ -252,7 +250,7 @@ def test_a_socks_proxy_without_its_library_is_one_line(monkeypatch: pytest.Monke
     assert "hint: pip install socksio, or unset ALL_PROXY" in run.stderr
 
 
-def test_data_without_a_split_to_train_on_names_the_splits(hub: Path) -> None:
+def test_missing_training_split_error_names_the_splits(hub: Path) -> None:
     (hub / "main" / "train-00000-of-00001.parquet").unlink()
     assert "has no split train, found test" in refusal("gsm8k", data=str(hub)).message
 
@@ -264,7 +262,7 @@ def test_missing_file_that_is_not_a_hub_name_is_refused(tmp_path: Path) -> None:
     assert refusal("jsonl").hint == "--environment jsonl --data path/to/problems.jsonl"
 
 
-def test_jsonl_takes_text_and_messages_with_other_columns(write: Write) -> None:
+def test_jsonl_accepts_text_and_messages_and_extra_columns(write: Write) -> None:
     messages = [{"role": "user", "content": "1+1?"}]
     path = write({"prompt": "2+2=", "answer": 4, "level": 1}, "", {"prompt": messages, "answer": " two "})
     environment: Any = load("jsonl", data=str(path))
@@ -323,7 +321,7 @@ def test_many_faults_are_counted_past_the_first_ten(write: Write) -> None:
     assert message.endswith("; and 15 more")
 
 
-def test_a_fault_of_many_rows_is_named_once(write: Write) -> None:
+def test_fault_shared_by_many_rows_is_named_once(write: Write) -> None:
     message = refusal("jsonl", data=str(write(*["[1]"] * 25, "[2]"))).message
     assert message.endswith(
         "26 of 26 rows are bad: line 1 is [1], expected a JSON object (the same in 24 more); line 26 is [2], expected a"
@@ -331,7 +329,7 @@ def test_a_fault_of_many_rows_is_named_once(write: Write) -> None:
     )
 
 
-def test_a_file_without_rows_is_refused(write: Write) -> None:
+def test_file_without_rows_is_refused(write: Write) -> None:
     assert "has no rows" in refusal("jsonl", data=str(write())).message
 
 
@@ -353,19 +351,19 @@ def test_custom_reward_needs_no_answer(write: Write) -> None:
         ({"question": "a?"}, "has no column 'answer', found question"),
     ],
 )
-def test_a_row_that_is_not_in_the_format_of_gsm8k_is_named(write: Write, row: Any, message: str) -> None:
+def test_row_not_in_gsm8k_format_is_named(write: Write, row: Any, message: str) -> None:
     assert message in refusal("gsm8k", data=str(write(row))).message
 
 
 @pytest.mark.parametrize(
     ("solution", "answer"), [("#### -1,234.50", "-1234.50"), ("#### $18", "18"), (".5", ".5"), (7, "7")]
 )
-def test_the_number_at_the_end_is_the_answer(write: Write, solution: object, answer: str) -> None:
+def test_gsm8k_answer_is_the_final_number(write: Write, solution: object, answer: str) -> None:
     (problem,) = load("gsm8k", data=str(write({"question": "a?", "answer": solution})))
     assert problem["answer"] == answer
 
 
-def test_a_system_prompt_replaces_each_prompts_own(write: Write) -> None:
+def test_system_prompt_replaces_the_problems_own(write: Write) -> None:
     path = write(OWN + "    def score(self, problem, completion): return 1.0\n", name="task.py")
     first, second = load(f"{path}:Task", system_prompt="Be brief.")
     system = {"role": "system", "content": "Be brief."}
@@ -380,7 +378,7 @@ def test_empty_system_prompt_removes_the_problems_own(write: Write) -> None:
     assert prompts(load(f"{path}:Task", system_prompt="")) == ["a?", [{"role": "user", "content": "b?"}]]
 
 
-def test_chosen_rewards_take_the_place_of_an_environments_own() -> None:
+def test_chosen_rewards_replace_the_environments_own() -> None:
     environment: Any = load("arithmetic", reward="math,format=0.5")
     problem: Problem = {"prompt": "12+7=", "answer": "19"}
     assert environment.score(problem, "#### 19") == 1.5
@@ -396,7 +394,7 @@ def test_chosen_rewards_replace_a_missing_score(write: Write) -> None:
     assert "problem 0 has no answer, but the reward exact compares with the answer" in error.message
 
 
-def test_choices_that_an_environment_has_no_use_for_are_refused() -> None:
+def test_choices_an_environment_would_ignore_are_refused() -> None:
     error = refusal("arithmetic", data="x.jsonl", answer_column="a")
     assert error.message == ("--data, --answer-column: only for --environment gsm8k and jsonl, not arithmetic")
     for choice in registry.OF_DATA:
@@ -410,7 +408,7 @@ def scored(recipe: bytes, problem: Problem, completion: str) -> Any:
     return pickle.loads(recipe)().scores(problem, completion)
 
 
-def test_a_scorer_can_be_pickled_and_needs_no_data() -> None:
+def test_scorer_can_be_pickled_and_needs_no_data() -> None:
     config = TaskConfig(environment="jsonl", data="gone.jsonl", reward="math,format=0.5")
     recipe = pickle.dumps(partial(registry.scorer, config))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -426,7 +424,7 @@ def test_environment_scores_with_its_own_scorer(write: Write) -> None:
         registry.scorer(config(f"{path}:Task"))
 
 
-def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
+def test_problems_and_rewards_do_not_import_torch(hub: Path) -> None:
     program = (
         "import sys\nfrom bridge.config import TaskConfig\nfrom bridge_environments import registry\n"
         "config = TaskConfig(environment='gsm8k', data=sys.argv[1])\n"
@@ -457,7 +455,7 @@ def test_images_are_relative_to_their_file(write: Write, tmp_path: Path, monkeyp
     assert "images" not in second
 
 
-def test_bad_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
+def test_invalid_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
     picture(tmp_path, "broken.png", b"no image")
     data = write(
         {"prompt": "p", "images": ["missing.png"]},
@@ -473,7 +471,7 @@ def test_bad_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> Non
     assert "line 4 is not a problem: its prompt is" in message
 
 
-def test_messages_may_have_places_for_images(write: Write, tmp_path: Path) -> None:
+def test_messages_may_contain_image_markers(write: Write, tmp_path: Path) -> None:
     picture(tmp_path, "a.png")
     content = [{"type": "text", "text": "look:"}, {"type": "image"}]
     exported = [{"type": "text", "text": "look:"}, {"type": "image", "text": None}]
@@ -481,7 +479,7 @@ def test_messages_may_have_places_for_images(write: Write, tmp_path: Path) -> No
     assert prompts(load("jsonl", data=str(data), reward="format")) == [[{"role": "user", "content": content}]]
 
 
-def test_places_that_do_not_fit_the_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
+def test_image_marker_mismatches_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
     picture(tmp_path, "a.png")
     part, other = {"type": "image"}, {"type": "image", "text": "a"}
     data = write(
@@ -502,7 +500,7 @@ def test_word_problems_with_images_are_refused(write: Write, tmp_path: Path) -> 
     assert "line 1 has images, which only --environment jsonl reads" in refusal("gsm8k", data=str(data)).message
 
 
-def test_images_of_a_data_set_without_files_are_refused() -> None:
+def test_images_of_a_hub_data_set_are_refused() -> None:
     rows = dataset.Rows(
         source="some/set, split train", rows=[dataset.Row("row 1", {"prompt": "p", "images": ["a.png"]})]
     )

@@ -37,7 +37,7 @@ def example_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Path(block.splitlines()[0].removeprefix("# ")).write_text(block)
 
 
-def test_the_smallest_task_with_tools_has_at_most_15_lines() -> None:
+def test_smallest_tool_task_has_at_most_15_lines() -> None:
     kind, block = BLOCKS[0]
     assert kind == "python"
     assert len([line for line in block.splitlines()[1:] if line.strip()]) <= 15
@@ -71,13 +71,13 @@ def reward(scores: Scores, problem: Problem, completion: str) -> float:
     return float(score.reward if isinstance(score, Score) else score)
 
 
-def test_there_are_as_many_examples_as_there_should_be() -> None:
+def test_docs_have_the_expected_number_of_examples() -> None:
     assert len(COMMANDS) == 15
     assert [verdict for _, verdict in ROWS] == ["right"] * 6 + ["wrong"] * 4
 
 
 @pytest.mark.parametrize(("cell", "verdict"), ROWS)
-def test_every_row_of_the_math_table_is_true(cell: str, verdict: str) -> None:
+def test_every_row_of_the_math_table_scores_as_stated(cell: str, verdict: str) -> None:
     examples = re.findall(r"`(.*?)`", cell)
     for example in ["\n".join(examples)] if "next line" in cell else examples:
         assert rewards.is_right("1234", example) == (verdict == "right"), example

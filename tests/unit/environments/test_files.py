@@ -73,14 +73,14 @@ Write = Callable[[Path, list[Any]], None]
 
 @pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("rows", [CHAT, NUMBERS])
-def test_the_same_rows_come_from_every_format(tmp_path: Path, suffix: str, rows: list[Any]) -> None:
+def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str, rows: list[Any]) -> None:
     path = tmp_path / f"data{suffix}"
     WRITERS[suffix](path, rows)
     assert rows_of(path) == rows
 
 
 @pytest.mark.parametrize("template", ["{{ m.role }}{% if 'name' in m %}/{{ m.name }}{% endif %}", "{{ m }}"])
-def test_the_same_prompts_come_from_every_format(tmp_path: Path, template: str) -> None:
+def test_every_format_gives_the_same_prompts(tmp_path: Path, template: str) -> None:
     rendered = set()
     for suffix, write in WRITERS.items():
         write(tmp_path / f"data{suffix}", CHAT)
@@ -90,13 +90,13 @@ def test_the_same_prompts_come_from_every_format(tmp_path: Path, template: str) 
     assert len(rendered) == 1
 
 
-def test_messages_of_a_data_set_have_no_keys_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_null_keys_are_dropped_from_data_set_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": datasets.Dataset.from_list(CHAT)})
     assert rows_of(Path("someone/else")) == CHAT
 
 
-def test_null_outside_of_messages_is_kept(tmp_path: Path) -> None:
+def test_null_values_outside_messages_are_kept(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "level": None, "names": {"de": None}}, {"prompt": "q", "level": 1, "names": {"de": "x"}}]
     for suffix, write in WRITERS.items():
         write(tmp_path / f"data{suffix}", rows)
@@ -107,7 +107,7 @@ def test_null_outside_of_messages_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["train[1]", "q?", "a*", "t::x", "lr=1e-5,seed=0", "a b", "hf://x", "{a,b}", "file:x", "#1%20", "'ü\""]
 )
-def test_no_character_of_a_path_is_a_pattern(tmp_path: Path, name: str, suffix: str) -> None:
+def test_path_characters_do_not_act_as_patterns(tmp_path: Path, name: str, suffix: str) -> None:
     for path in (
         tmp_path / f"{name}{suffix}",
         tmp_path / name / f"d{suffix}",
@@ -123,7 +123,7 @@ def test_no_character_of_a_path_is_a_pattern(tmp_path: Path, name: str, suffix: 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_a_file_that_changed_is_read_again(tmp_path: Path, suffix: str, in_folder: bool) -> None:
+def test_changed_file_is_read_again(tmp_path: Path, suffix: str, in_folder: bool) -> None:
     path = tmp_path / "folder" / f"train{suffix}"
     path.parent.mkdir()
     for text in ("old", "new"):
@@ -132,7 +132,7 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path, suffix: str, in_folde
         assert rows_of(path.parent if in_folder else path) == [{"prompt": text}]
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_data_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}])
     assert rows_of(Path("~/d.parquet")) == [{"prompt": "p"}]
@@ -151,7 +151,7 @@ def test_local_files_need_only_pyarrow(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
 
 
-def test_without_pyarrow_the_hint_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_hint_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refusal(tmp_path / "d.parquet").hint.startswith("pip install pyarrow")
@@ -182,9 +182,7 @@ def held_out(path: Path) -> list[Any]:
         (["x", "y"], None),
     ],
 )
-def test_files_of_a_folder_are_split_by_their_names(
-    tmp_path: Path, suffix: str, train: list[str], test: str | None
-) -> None:
+def test_folder_files_are_split_by_name(tmp_path: Path, suffix: str, train: list[str], test: str | None) -> None:
     for number, name in enumerate([*train, *([test] if test else [])]):
         path = tmp_path / f"{name}{suffix}"
         path.parent.mkdir(exist_ok=True)
@@ -195,7 +193,7 @@ def test_files_of_a_folder_are_split_by_their_names(
 
 
 @pytest.mark.parametrize("form", ["list", "dict", "text"])
-def test_a_card_may_name_the_files_of_the_splits(tmp_path: Path, form: str) -> None:
+def test_data_set_card_may_list_the_files_of_each_split(tmp_path: Path, form: str) -> None:
     write_jsonl(tmp_path / "first.jsonl", [{"prompt": "a"}])
     write_jsonl(tmp_path / "second.jsonl", [{"prompt": "b"}])
     write_jsonl(tmp_path / "train.old.jsonl", [{"prompt": "old"}])
@@ -209,7 +207,7 @@ def test_a_card_may_name_the_files_of_the_splits(tmp_path: Path, form: str) -> N
     assert held_out(tmp_path) == ([] if form == "text" else [{"prompt": "b"}])
 
 
-def test_a_card_with_several_configurations_is_refused(tmp_path: Path) -> None:
+def test_data_set_card_with_several_configs_is_refused(tmp_path: Path) -> None:
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
     configs = "".join(f"- {{config_name: {name}, data_files: {name}.jsonl}}\n" for name in "ab")
@@ -219,7 +217,7 @@ def test_a_card_with_several_configurations_is_refused(tmp_path: Path) -> None:
     assert "README.md has metadata that cannot be read" in refusal(tmp_path).message
 
 
-def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
+def test_split_in_two_formats_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-a.parquet", [{"prompt": "a"}])
     write_list(tmp_path / "train-a.json", [{"prompt": "a"}])
     assert "the split train in several formats: train-a.json, train-a.parquet" in refusal(tmp_path).message
@@ -232,7 +230,7 @@ def test_folder_with_other_formats_is_read_without_a_cache(tmp_path: Path) -> No
         assert rows_of(tmp_path) == [{"prompt": text}]
 
 
-def test_a_bad_row_of_several_files_is_named_by_its_file(tmp_path: Path) -> None:
+def test_bad_row_error_names_its_file(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train-0.jsonl", [{"prompt": "p"}])
     write_jsonl(tmp_path / "train-1.jsonl", [{"prompt": "p"}, {"prompt": ""}])
     message = refusal(tmp_path).message
@@ -247,7 +245,7 @@ def test_a_bad_row_of_several_files_is_named_by_its_file(tmp_path: Path) -> None
 LONG = "1" + "0" * 4999
 
 
-def test_an_integer_of_any_size_is_kept(tmp_path: Path) -> None:
+def test_integer_of_any_size_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(
         f'{{"prompt": "10^4999?", "answer": {LONG}}}\n{{"prompt": "1+1", "answer": {2**70}, "id": -{LONG}}}\n'
@@ -261,7 +259,7 @@ def test_an_integer_of_any_size_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_a_chosen_column_that_is_not_there_is_named(tmp_path: Path, suffix: str) -> None:
+def test_missing_chosen_column_is_named(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"d{suffix}"
     WRITERS[suffix](path, [{"prompt": "p", "answer": "1", "gold": "2"}])
     expected = f"--answer-column golt: no row of {path} has this column, found answer, gold, prompt"
@@ -274,7 +272,7 @@ def test_a_chosen_column_that_is_not_there_is_named(tmp_path: Path, suffix: str)
     assert rows_of(path, answer_column="gold")[0]["answer"] == "2"
 
 
-def test_another_column_never_stands_in_for_the_chosen_one(tmp_path: Path) -> None:
+def test_missing_chosen_column_has_no_fallback(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "d.jsonl", [{"prompt": "p", "answer": "1", "gold": "2"}, {"prompt": "q", "answer": "3"}])
     assert [row.get("answer") for row in rows_of(tmp_path / "d.jsonl", answer_column="gold")] == ["2", None]
 
@@ -293,7 +291,7 @@ def damaged(path: Path, how: str) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["no bytes", "magic only", "cut", "footer", "page", "text"])
-def test_a_damaged_parquet_file_shows_the_cause(tmp_path: Path, how: str) -> None:
+def test_damaged_parquet_file_error_shows_the_cause(tmp_path: Path, how: str) -> None:
     path = tmp_path / "d.parquet"
     path.write_bytes(damaged(path, how))
     message = refusal(path).message
@@ -301,7 +299,7 @@ def test_a_damaged_parquet_file_shows_the_cause(tmp_path: Path, how: str) -> Non
     assert "generating the dataset" not in message
 
 
-def test_other_faults_of_parquet_are_named(tmp_path: Path) -> None:
+def test_other_parquet_faults_are_named(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     parquet.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), path)
     assert refusal(path).message == f"{path} has more than one column 'prompt'"
@@ -324,7 +322,7 @@ def test_other_faults_of_parquet_are_named(tmp_path: Path) -> None:
         ("[]", "d.json has no rows"),
     ],
 )
-def test_faults_of_json_are_named_by_their_place(tmp_path: Path, text: str, message: str) -> None:
+def test_json_faults_are_reported_with_their_position(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "d.json"
     path.write_text(text)
     assert message in refusal(path).message

@@ -48,13 +48,13 @@ def test_arithmetic_is_known_by_name() -> None:
     assert list(load("arithmetic")) == list(Arithmetic())
 
 
-def test_a_class_of_a_file_is_loaded(write: Write) -> None:
+def test_class_in_a_file_is_loaded(write: Write) -> None:
     environment = load(f"{write(CLASS + ITERATES + SCORES)}:Task")
     assert list(environment) == [PROBLEM]
     assert [environment.score(PROBLEM, completion) for completion in ("7", "8")] == [1.0, 1.0]
 
 
-def test_a_file_imports_its_neighbors_and_restores_the_path(write: Write, tmp_path: Path) -> None:
+def test_file_imports_its_neighbors_and_restores_sys_path(write: Write, tmp_path: Path) -> None:
     (tmp_path / "neighbor_of_task.py").write_text("PROMPT = 'from next door'\n")
     path = write(
         "from neighbor_of_task import PROMPT\nclass Task:\n"
@@ -66,7 +66,7 @@ def test_a_file_imports_its_neighbors_and_restores_the_path(write: Write, tmp_pa
 
 
 @pytest.mark.parametrize("line", ["from .helper import PROMPT", "from own_tasks.sub.helper import PROMPT"])
-def test_a_file_of_a_package_imports_from_the_package(tmp_path: Path, line: str) -> None:
+def test_file_in_a_package_imports_from_the_package(tmp_path: Path, line: str) -> None:
     folder = tmp_path / "own_tasks" / "sub"
     folder.mkdir(parents=True)
     for package in (folder, folder.parent):
@@ -81,7 +81,7 @@ def test_a_file_of_a_package_imports_from_the_package(tmp_path: Path, line: str)
         del sys.modules[name]
 
 
-def test_a_file_may_be_named_like_a_standard_module(tmp_path: Path) -> None:
+def test_file_may_be_named_like_a_standard_module(tmp_path: Path) -> None:
     import random
 
     (tmp_path / "random.py").write_text("class Task:\n" + ITERATES + SCORES)
@@ -108,7 +108,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
     assert error.hint == f"did you mean arithmetic? {own}"
 
 
-def test_a_file_without_a_class_name_says_how_to_name_one() -> None:
+def test_file_without_a_class_name_error_shows_the_form() -> None:
     assert refusal("task.py").hint == "--environment task.py:ClassName"
 
 
@@ -122,7 +122,7 @@ def test_non_python_file_is_refused(name: str, message: str, monkeypatch: pytest
     assert message in refusal(name).message
 
 
-def test_a_missing_class_names_the_classes_there_are(write: Write) -> None:
+def test_missing_class_error_lists_the_available_classes(write: Write) -> None:
     path = write("from pathlib import Path\ndef make(): ...\nclass Alpha: ...\nclass Sums: ...\n")
     error = refusal(f"{path}:Sum")
     assert "no class 'Sum'" in error.message
@@ -137,7 +137,7 @@ def test_constructor_arguments_are_named(write: Write) -> None:
     assert "(split, size)" in refusal(f"{path}:Task").message
 
 
-def test_a_class_that_is_written_in_c_ends_in_a_clear_line_too(write: Write) -> None:
+def test_class_written_in_c_gets_a_one_line_error(write: Write) -> None:
     path = write("from collections import OrderedDict\nfrom itertools import count\n")
     for name in ("OrderedDict", "count"):
         assert f"{path}:{name}" in refusal(f"{path}:{name}").message
@@ -165,7 +165,7 @@ def test_a_class_that_is_written_in_c_ends_in_a_clear_line_too(write: Write) -> 
         ("class Task:\n" + ITERATES + SCORES + "    def held_out(self):\n        return 1 / 0\n", "line 7)"),
     ],
 )
-def test_code_that_raises_names_the_exception_and_its_line(write: Write, source: str, message: str) -> None:
+def test_error_in_user_code_names_exception_and_line(write: Write, source: str, message: str) -> None:
     error = refusal(f"{write(source)}:Task")
     assert isinstance(error, RewardError)
     assert message in error.message
@@ -216,7 +216,7 @@ def test_class_without_the_environments_methods_is_refused(write: Write, body: s
         ("{'prompt': [{'role': 'user'}]}", "its prompt is [{'role': 'user'}]"),
     ],
 )
-def test_a_bad_problem_is_named_by_its_index(write: Write, bad: str, message: str) -> None:
+def test_invalid_problem_is_named_by_its_index(write: Write, bad: str, message: str) -> None:
     problems = f"    def __iter__(self):\n        return iter([{{'prompt': 'fine'}}, {bad}])\n"
     error = refusal(f"{write(CLASS + problems + SCORES)}:Task")
     assert "problem 1: " in error.message
@@ -244,7 +244,7 @@ def test_problems_of_an_endless_environment_are_checked_lazily(write: Write, cho
             next(problems)
 
 
-def test_a_later_problem_without_its_answer_is_named(write: Write) -> None:
+def test_later_problem_without_an_answer_is_named(write: Write) -> None:
     name = f"{write(ENDLESS.replace('BAD', repr('2+2=')))}:Task"
     problems = iter(registry.load(TaskConfig(environment=name, reward="exact")))
     with pytest.raises(RewardError, match="problem 200 has no answer, but the reward exact compares with the answer"):
@@ -254,7 +254,7 @@ def test_a_later_problem_without_its_answer_is_named(write: Write) -> None:
         list(islice(problems, 1001))
 
 
-def test_images_of_a_class_are_opened_only_at_the_start(tmp_path: Path) -> None:
+def test_images_of_a_class_are_opened_only_at_startup(tmp_path: Path) -> None:
     """An image that disappears later costs its group: it is refused when its prompt is encoded."""
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "task.py").write_text(

@@ -320,7 +320,7 @@ def test_wrong_answer_is_wrong_as_in_math_verify(answer: str, given: str) -> Non
 
 
 @pytest.mark.parametrize("reason", EXCEPTIONS)
-def test_exception_differs_from_math_verify(reason: str) -> None:
+def test_listed_exception_differs_from_math_verify(reason: str) -> None:
     expected, table = EXCEPTIONS[reason]
     assert [verdicts(*pair) for pair in pairs(table)] == [(not expected, expected)] * len(pairs(table))
 
@@ -353,7 +353,7 @@ def test_exception_differs_from_math_verify(reason: str) -> None:
         ("x = 1 or x = 2", "x = 1 or x = 2", True),
     ],
 )
-def test_line_is_a_formula_or_the_number_of_its_words(answer: object, line: str, expected: bool) -> None:
+def test_answer_line_is_a_formula_or_contains_a_number(answer: object, line: str, expected: bool) -> None:
     assert rewards.is_right(answer, f"#### {line}") == expected
 
 
@@ -366,7 +366,7 @@ def test_line_is_a_formula_or_the_number_of_its_words(answer: object, line: str,
         r"{}\quad", "{}~", r"{} \\", "{}%", r"{}\%",
     ],
 )  # fmt: skip
-def test_what_decorates_a_number_in_a_line_is_ignored(number: str, line: str) -> None:
+def test_decoration_around_a_number_is_ignored(number: str, line: str) -> None:
     given = f"#### {line.format(number)}"
     assert rewards.is_right(number, given)
     assert not rewards.is_right(number.lstrip("-") if number.startswith("-") else f"-{number}", given)
@@ -394,5 +394,5 @@ def test_what_decorates_a_number_in_a_line_is_ignored(number: str, line: str) ->
         ("6/5", "The answer is 6/5", True),
     ],
 )
-def test_number_without_a_mark_is_read_as_it_is_written(answer: str, text: str, expected: bool) -> None:
+def test_unmarked_number_is_read_as_written(answer: str, text: str, expected: bool) -> None:
     assert rewards.is_right(answer, text) == expected

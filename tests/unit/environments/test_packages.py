@@ -48,7 +48,7 @@ def pid_of(environment: Verifiers) -> int:
     return int(environment.run(verifiers_stand_in.listed(0), "http://here/v1")["pid"])
 
 
-def test_tasks_are_problems_and_each_pass_lists_them_again(environment: Verifiers) -> None:
+def test_tasks_become_problems_and_each_pass_relists_them(environment: Verifiers) -> None:
     both = zip(environment, environment, strict=True)
     assert [one["task"]["idx"] for one, other in both if one == other] == list(range(verifiers_stand_in.NUM_TASKS))  # type: ignore[typeddict-item]
 
@@ -67,7 +67,7 @@ def test_failed_run_does_not_affect_others(environment: Verifiers) -> None:
     assert pid_of(environment) == first
 
 
-def test_a_process_that_ended_is_replaced() -> None:
+def test_exited_verifiers_process_is_replaced() -> None:
     environment = Verifiers("crashing", {})
     first = pid_of(environment)
     with pytest.raises(FailedRequestError, match=r"its process ended \(exit status 3\)"):
@@ -76,13 +76,13 @@ def test_a_process_that_ended_is_replaced() -> None:
     end(environment)
 
 
-def test_the_process_ends_with_the_environment(environment: Verifiers) -> None:
+def test_verifiers_process_exits_with_the_environment(environment: Verifiers) -> None:
     process = psutil.Process(pid_of(environment))
     end(environment)
     assert not process.is_running()
 
 
-def test_tasks_that_take_too_long_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_tasks_times_out_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Verifiers("slow", {})
     monkeypatch.setattr(packages, "LOAD_LIMIT_S", 0.2)
     monkeypatch.setattr(packages, "GRACE_S", 0.1)
@@ -111,18 +111,18 @@ def test_hint_for_several_agents_works_in_verifiers() -> None:
     assert f'{{"player1": {verifiers_program.ENDPOINT}}}' in DOCUMENT.read_text()
 
 
-def test_arguments_of_another_form_are_refused() -> None:
+def test_arguments_in_an_unsupported_form_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^--env-args: taskset is 'b', expected a JSON object"):
         registry.load(TaskConfig(environment="verifiers:calm", env_args={"taskset": "b"}))
 
 
-def test_a_missing_python_for_verifiers_names_make_verifiers(tmp_path: Path) -> None:
+def test_missing_verifiers_python_hint_names_make_verifiers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no file .*/python") as caught:
         registry.load(TaskConfig(environment="verifiers:any", verifiers_python=tmp_path / "python"))
     assert caught.value.hint.startswith("make verifiers, or")
 
 
-def test_an_episode_is_an_agents_trajectory() -> None:
+def test_verifiers_episode_is_an_agents_trajectory() -> None:
     agent: Any = registry.scorer(TaskConfig(environment="verifiers:calm"))
     score = agent.run(verifiers_stand_in.listed(1), "http://here/v1")
     assert isinstance(score, Score)
@@ -134,7 +134,7 @@ def test_an_episode_is_an_agents_trajectory() -> None:
     )
 
 
-def test_held_out_tasks_are_those_with_other_arguments() -> None:
+def test_held_out_tasks_use_their_own_arguments() -> None:
     environment = registry.load(TaskConfig(environment="verifiers:calm", eval_env_args={"num": 3}))
     assert len(environment.held_out()) == 3
     assert len(list(environment)) == verifiers_stand_in.NUM_TASKS
@@ -149,7 +149,7 @@ def test_held_out_tasks_are_those_with_other_arguments() -> None:
         ({"environment": "verifiers:calm", "data": "rows.jsonl"}, "--data"),
     ],
 )
-def test_a_choice_that_would_be_ignored_is_refused(choices: dict[str, Any], name: str) -> None:
+def test_choice_that_a_package_would_ignore_is_refused(choices: dict[str, Any], name: str) -> None:
     with pytest.raises(UsageError, match=f"^{name} has no effect with --environment {choices['environment']}"):
         registry.load(TaskConfig(**choices))
 
@@ -162,7 +162,7 @@ def test_a_choice_that_would_be_ignored_is_refused(choices: dict[str, Any], name
         ("import time; time.sleep(60)", r"its process took longer than 3 s \(exit status 0\)"),
     ],
 )
-def test_the_real_program_ends_with_its_connection(
+def test_verifiers_program_exits_with_its_connection(
     loaders: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "verifiers" / "v1" / "utils"
@@ -237,13 +237,15 @@ def test_system_prompt_replaces_reasoning_gyms() -> None:
         ("counting", {"sise": 1}, "cannot be created with .*unexpected keyword argument 'sise'", "--env-args"),
     ],
 )
-def test_a_task_that_cannot_be_made_is_refused(name: str, arguments: dict[str, Any], message: str, hint: str) -> None:
+def test_reasoning_gym_task_that_fails_to_load_is_refused(
+    name: str, arguments: dict[str, Any], message: str, hint: str
+) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         registry.load(TaskConfig(environment=f"reasoning_gym:{name}", env_args=arguments))
     assert hint in caught.value.hint
 
 
-def test_without_reasoning_gym_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_reasoning_gym_hint_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UsageError, match="needs the library reasoning-gym") as caught:
         registry.load(TaskConfig(environment="reasoning_gym:counting"))

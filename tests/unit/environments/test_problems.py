@@ -46,7 +46,7 @@ def test_bundled_problems_are_numerous_and_unique() -> None:
     assert all(row.keys() == {"question", "answer"} for row in EVERY)
 
 
-def test_held_out_problems_have_other_situations() -> None:
+def test_held_out_problems_have_different_situations() -> None:
     def situations(split: str) -> set[str]:
         # Problems of one situation differ in names, things and numbers, but not in how they are solved.
         return {" ".join(STEPS.findall(row["answer"])) for row in SPLITS[split]}
@@ -55,7 +55,7 @@ def test_held_out_problems_have_other_situations() -> None:
     assert len(situations("train") & situations("test")) <= 3  # two may share the same few words
 
 
-def test_every_calculation_is_right_and_the_last_is_the_answer() -> None:
+def test_calculations_are_right_and_end_in_the_answer() -> None:
     for row in EVERY:
         solution, mark, answer = row["answer"].rpartition("\n#### ")
         annotations = ANNOTATION.findall(solution)

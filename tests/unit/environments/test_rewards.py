@@ -42,11 +42,11 @@ def refusal(spec: str) -> UsageError:
     ("completion", "exact", "math", "marked"),
     [("42\n", 1, 1, 0), ("#### 42.0", 0, 1, 1), (r"\boxed{41}", 0, 0, 1), ("####", 0, 0, 0), ("", 0, 0, 0)],
 )
-def test_named_rewards_are_one_or_zero(completion: str, exact: int, math: int, marked: int) -> None:
+def test_builtin_rewards_are_one_or_zero(completion: str, exact: int, math: int, marked: int) -> None:
     assert scores("exact,math,format", completion)[1] == {"exact": exact, "math": math, "format": marked}
 
 
-def test_rewards_are_summed_by_weight_with_parts_unweighted(write: Write) -> None:
+def test_reward_is_weighted_but_its_parts_are_not(write: Write) -> None:
     spec = f"math, format=0.5, {write(MINE)}:brief=2"
     reward, parts = scores(spec, "#### 42")
     assert parts == {"math": 1.0, "format": 1.0, "brief": -0.7}
@@ -55,7 +55,7 @@ def test_rewards_are_summed_by_weight_with_parts_unweighted(write: Write) -> Non
 
 
 @pytest.mark.parametrize("folder", ["lr=1e-5", "a,b", "lr=1e-5,seed=0", "math,exact", "x:y=2", "run [1] *?", " a "])
-def test_a_reward_file_may_be_in_any_folder(tmp_path: Path, folder: str) -> None:
+def test_reward_file_may_be_in_any_folder(tmp_path: Path, folder: str) -> None:
     path = tmp_path / folder / "mine.py"
     path.parent.mkdir()
     path.write_text(MINE)
@@ -66,14 +66,14 @@ def test_a_reward_file_may_be_in_any_folder(tmp_path: Path, folder: str) -> None
         assert {reward.name: reward.weight for reward in rewards.parse(spec)} == weights
 
 
-def test_a_reward_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a,b").mkdir()
     (tmp_path / "a,b" / "mine.py").write_text(MINE)
     assert [reward.name for reward in rewards.parse("~/a,b/mine.py:brief=2")] == ["brief"]
 
 
-def test_a_missing_reward_file_is_named_as_written() -> None:
+def test_missing_reward_file_is_named_as_written() -> None:
     assert "cannot read gone.py: there is no such file" in refusal("gone.py:f=2,math").message
     assert f"cannot read {'x' * 300}.py: there is no such file" in refusal(f"{'x' * 300}.py:f").message
 
@@ -90,7 +90,7 @@ def test_trl_reward_gets_lists_of_its_parameters(write: Write) -> None:
     assert scores(f"{path}:ends", "so 42")[0] == 1.0
 
 
-def test_a_reward_in_trls_form_gets_messages_and_columns(write: Write) -> None:
+def test_trl_style_reward_gets_messages_and_columns(write: Write) -> None:
     path = write(
         "def ends(completions, **columns):\n    assert sorted(columns) == ['answer', 'level', 'prompts']\n"
         "    return [m[0]['content'].endswith(a) for m, a in zip(completions, columns['answer'])]\n"
@@ -145,7 +145,7 @@ def test_verl_reward_gets_verls_arguments(write: Write, head: str, value: str, p
     assert scores(f"{path}:compute_score", "so 42", problem)[0] == 1.0  # type: ignore[arg-type]
 
 
-def test_verls_form_without_a_ground_truth_is_named(write: Write) -> None:
+def test_verl_style_reward_without_ground_truth_is_named(write: Write) -> None:
     path = write("def compute_score(data_source, solution_str, ground_truth): return 1.0\n")
     with pytest.raises(RewardError, match="has no ground_truth, expected a column answer"):
         scores(f"{path}:compute_score", "x", {"prompt": "p"})
@@ -184,7 +184,7 @@ def test_verls_form_without_a_ground_truth_is_named(write: Write) -> None:
         ("question, target", "takes (question, target), but is called with", "def mine("),
     ],
 )
-def test_form_of_an_unsupported_system_is_refused_by_name(write: Write, head: str, message: str, hint: str) -> None:
+def test_reward_of_an_unsupported_system_is_refused_by_name(write: Write, head: str, message: str, hint: str) -> None:
     error = refusal(f"{write(f'def mine({head}): return 1.0')}:mine")
     assert message in error.message
     assert hint in error.hint
@@ -200,18 +200,18 @@ def test_second_parameter_may_have_any_name(write: Write, second: str) -> None:
     "head",
     ["completions, trainer_state=None", "completions, log_metric=None, **kwargs", "prompts, completions, **kwargs"],
 )
-def test_trls_form_with_defaults_is_accepted(write: Write, head: str) -> None:
+def test_trl_style_reward_with_defaults_is_accepted(write: Write, head: str) -> None:
     assert scores(f"{write(f'def mine({head}): return [1.0]')}:mine", "x")[0] == 1.0
 
 
 @pytest.mark.parametrize(
     "head", ["problem, completion, answer=None", "p, c", "prompt, completion", "row, text, *, k=2"]
 )
-def test_names_of_a_plain_function_are_free(write: Write, head: str) -> None:
+def test_plain_reward_function_may_use_any_parameter_names(write: Write, head: str) -> None:
     assert scores(f"{write(f'def mine({head}): return 1.0')}:mine", "x")[0] == 1.0
 
 
-def test_a_file_may_hold_a_callable_object(write: Write) -> None:
+def test_reward_may_be_a_callable_object(write: Write) -> None:
     path = write(
         "import functools, operator\nclass F:\n    def __call__(self, problem, completion): return 3\nf = F()\n"
     )
@@ -219,7 +219,7 @@ def test_a_file_may_hold_a_callable_object(write: Write) -> None:
 
 
 @pytest.mark.parametrize("value", ["'1.0'", "None", "[1.0]", "float('nan')", "float('inf')"])
-def test_non_number_names_the_function_and_its_line(write: Write, value: str) -> None:
+def test_non_number_reward_names_the_function_and_its_line(write: Write, value: str) -> None:
     path = write(f"\ndef mine(problem, completion):\n    return {value}\n")
     with pytest.raises(RewardError, match=r"reward mine returned .*, expected a finite number \(mine.py line 2\)"):
         scores(f"{path}:mine", "x")
@@ -236,7 +236,7 @@ def test_non_number_names_the_function_and_its_line(write: Write, value: str) ->
         ),
     ],
 )
-def test_a_failed_reward_is_named_as_the_user_named_it(write: Write, body: str, message: str) -> None:
+def test_failed_reward_is_named_as_in_the_flag(write: Write, body: str, message: str) -> None:
     path = write(f"def mine(problem, completion):\n    return {body}\n")
     host = Host(Rewards(rewards.parse(f"format,{path}:mine")))
     answer = host.score({"prompt": "p"}, "x")
@@ -258,7 +258,7 @@ def test_a_failed_reward_is_named_as_the_user_named_it(write: Write, body: str, 
         ("from theirs import twice\n\n@twice\ndef mine(p, c): pass", "returned None, .* [(]mine.py line 3[)]"),
     ],
 )
-def test_a_reward_of_any_kind_is_named_as_the_user_named_it(write: Write, source: str, message: str) -> None:
+def test_any_kind_of_reward_is_named_as_in_the_flag(write: Write, source: str, message: str) -> None:
     path = write(source)
     (path.parent / "theirs.py").write_text(
         "def add(problem, completion): pass\n\nimport functools\ndef twice(function):\n"
@@ -268,7 +268,7 @@ def test_a_reward_of_any_kind_is_named_as_the_user_named_it(write: Write, source
         scores(f"{path}:mine", "x")
 
 
-def test_unnamed_functions_take_the_given_name(write: Write) -> None:
+def test_unnamed_functions_are_named_as_in_the_flag(write: Write) -> None:
     path = write(
         "import functools\ndef power(n, problem, completion): return n\n"
         "one, two = functools.partial(power, 1), lambda problem, completion: 2\nthree = lambda p, c: 3\n"
@@ -277,7 +277,7 @@ def test_unnamed_functions_take_the_given_name(write: Write) -> None:
     assert scores(spec, "x") == (6.0, {"one": 1.0, "two": 2.0, "three": 3.0})
 
 
-def test_unknown_reward_lists_known_names_and_a_guess() -> None:
+def test_unknown_reward_error_lists_names_and_suggests_one() -> None:
     error = refusal("maths")
     assert "no reward 'maths', expected math, exact, format or path/to/file.py:function" in error.message
     assert error.hint.startswith("--reward math,")
@@ -311,10 +311,10 @@ def test_duplicate_or_weightless_rewards_are_refused(write: Write) -> None:
         ("1 / 0", "raised ZeroDivisionError: division by zero (mine.py line 1)"),
     ],
 )
-def test_non_reward_is_refused(write: Write, source: str, message: str) -> None:
+def test_object_that_is_not_a_reward_is_refused(write: Write, source: str, message: str) -> None:
     assert message in refusal(f"{write(source)}:mine").message
 
 
-def test_a_reward_file_without_a_function_is_refused(tmp_path: Path) -> None:
+def test_reward_file_without_a_function_is_refused(tmp_path: Path) -> None:
     assert refusal("mine.py").hint == "--reward mine.py:function"
     assert "there is no such file" in refusal(f"{tmp_path / 'gone.py'}:mine").message

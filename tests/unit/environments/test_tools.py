@@ -50,7 +50,7 @@ def load(tmp_path: Path) -> Load:
     return load_source
 
 
-def test_a_class_with_a_reset_has_tools_with_schemas(load: Load) -> None:
+def test_class_with_a_reset_method_has_tools_with_schemas(load: Load) -> None:
     task = load(RESETS + ITERATES + SCORES + ADDS)
     assert list(task) == [{"prompt": "3+4="}]
     (schema,) = task.schemas
@@ -72,7 +72,7 @@ def test_problems_may_come_from_rows_and_rewards_from_flags(tmp_path: Path) -> N
     assert registry.scorer(TaskConfig(environment=f"{FILE}:Rewarded")).origin.name == "Rewarded.get_reward"
 
 
-def test_held_out_rows_need_rows_to_train_on() -> None:
+def test_held_out_rows_require_training_rows() -> None:
     with pytest.raises(
         UsageError, match=r"--eval-data, --answer-column: only with --data, because .*:Bench has its own"
     ):
@@ -92,7 +92,7 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("case", MISUSES)
-def test_each_misuse_ends_in_one_line(load: Load, case: str) -> None:
+def test_each_agent_misuse_is_a_one_line_error(load: Load, case: str) -> None:
     source, expected = MISUSES[case]
     with pytest.raises(RewardError) as caught:
         load(source)
@@ -125,7 +125,7 @@ class Row(typing.TypedDict):
         ("pathlib.Path", "Path", "such as str,"),
     ],
 )
-def test_type_hint_that_a_schema_lacks_is_refused(load: Load, hint: str, named: str, fix: str) -> None:
+def test_type_hint_without_a_json_type_is_refused(load: Load, hint: str, named: str, fix: str) -> None:
     source = HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")
     with pytest.raises(RewardError) as caught:
         load(source)
@@ -140,7 +140,7 @@ def test_type_hint_that_a_schema_lacks_is_refused(load: Load, hint: str, named: 
         "dict", "list", "tuple[int, str]", "typing.Any", "typing.Annotated[int, 'a number']", "typing.Text", "bool",
     ],
 )  # fmt: skip
-def test_type_hint_that_a_schema_has_is_accepted(load: Load, hint: str) -> None:
+def test_type_hint_with_a_json_type_is_accepted(load: Load, hint: str) -> None:
     (schema,) = load(HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")).schemas
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
 
@@ -160,7 +160,7 @@ def rehearsed(model: Path, environment: str, **choices: Any) -> list[str]:
     return lines
 
 
-def test_a_rehearsal_resets_scores_and_proves_the_template(model: Path, tmp_path: Path) -> None:
+def test_rehearsal_resets_scores_and_checks_the_template(model: Path, tmp_path: Path) -> None:
     assert rehearsed(model, f"{FILE}:Bench") == []
     assert rehearsed(model, f"{FILE}:Rewarded", reward_processes=0) == []
     other = tmp_path / "gemma"
@@ -171,7 +171,7 @@ def test_a_rehearsal_resets_scores_and_proves_the_template(model: Path, tmp_path
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_rehearsal_names_a_reset_that_cannot_be_called(model: Path, tmp_path: Path, processes: int) -> None:
+def test_rehearsal_names_a_reset_that_cannot_be_called(model: Path, tmp_path: Path, processes: int) -> None:
     (tmp_path / "task.py").write_text(RESETS.replace("**row", "answer") + ITERATES + SCORES + ADDS)
     with pytest.raises(RewardError) as caught:
         rehearsed(model, f"{tmp_path / 'task.py'}:Task", reward_processes=processes)
@@ -194,7 +194,7 @@ def test_reset_gets_only_the_problems_own_keys(model: Path, tmp_path: Path, *, o
     assert notes == (["the model does not see the columns number; rewards get them"] if of_rows else [])
 
 
-def test_reset_observation_is_truncated_like_an_answer(tmp_path: Path) -> None:
+def test_reset_observation_is_truncated_like_a_tool_result(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(RESETS.replace("pass", "return 'x' * 20_000") + ITERATES + SCORES + ADDS)
     tools = registry.scorer(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
     begun = tools.begin({"prompt": "3+4="})
@@ -210,7 +210,7 @@ def test_limits_of_tools_are_refused_without_tools() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_ctrl_c_leaves_a_tool_that_awaits_forever() -> None:
+def test_ctrl_c_interrupts_a_tool_that_awaits_forever() -> None:
     is_awaited, ends = threading.Event(), threading.Event()
 
     async def forever() -> None:

@@ -29,7 +29,7 @@ def test_held_out_stories_do_not_occur_in_training() -> None:
     assert not {story(problem) for problem in held_out} & {story(p) for p in islice(iter(WordProblems()), 20_000)}
 
 
-def test_the_last_number_of_a_completion_is_its_answer() -> None:
+def test_last_number_of_a_completion_is_its_answer() -> None:
     task = WordProblems()
     problem: Problem = {"prompt": "", "answer": "1200"}
     scores = {
@@ -47,7 +47,7 @@ def test_answers_are_positive_whole_numbers() -> None:
     assert all(str(problem["plain_prompt"]).endswith(INSTRUCTION) for problem in problems)
 
 
-def test_the_recipe_loads_and_names_the_task() -> None:
+def test_word_problems_recipe_loads_and_names_the_task() -> None:
     choices = tomllib.loads(RECIPE.read_text())
     train = TrainConfig.resolve({"model_name": "model"}, RECIPE, beside=(TrainConfig, ServeConfig))
     assert train.task == TaskConfig(environment="word_problems")

@@ -65,7 +65,7 @@ def test_sequence_is_masked_by_the_product_of_its_tokens() -> None:
         assert metrics["importance_weight"] == pytest.approx(sum(weights) / 5)
 
 
-def test_ratio_on_a_bound_is_kept() -> None:
+def test_importance_ratio_at_a_bound_is_kept() -> None:
     both = Correction(kind="mask", low=0.5, high=2.0)
     ratios_N = torch.tensor([0.5, 2.0])
     sampled_N = torch.zeros(2)
@@ -73,13 +73,13 @@ def test_ratio_on_a_bound_is_kept() -> None:
     assert (both.weights(ratios_N.log(), sampled_N) > 0).all()
 
 
-def test_a_weight_has_no_gradient() -> None:
+def test_importance_weight_has_no_gradient() -> None:
     old_N = old().requires_grad_()
     for kind in ("truncate", "mask", "none"):
         assert not correction(mismatch=kind).weights(old_N, SAMPLED_N).requires_grad
 
 
-def test_weights_of_huge_differences_are_finite() -> None:
+def test_importance_weights_of_huge_differences_are_finite() -> None:
     old_N, sampled_N = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])
     assert correction(mismatch="truncate").weights(old_N, sampled_N).tolist() == [2.0, 0.0]
     assert correction(mismatch="mask").weights(old_N, sampled_N).tolist() == [0.0, 0.0]
@@ -146,7 +146,7 @@ def test_without_correction_no_token_counts_as_changed() -> None:
     assert measure(old(), SAMPLED_N, correction(mismatch="none", mismatch_high=1.5)).metrics()["corrected_share"] == 0
 
 
-def test_equal_engines_have_no_mismatch() -> None:
+def test_equal_logprobs_have_no_mismatch() -> None:
     assert measure(SAMPLED_N, SAMPLED_N, correction()).metrics() == {
         "logprob_diff_mean": 0, "logprob_diff_max": 0, "logprob_diff_histogram": (1.0, 0, 0, 0, 0, 0, 0, 0),
         "mismatch_kl": 0, "corrected_share": 0, "importance_weight": 1, "effective_share": 1,

@@ -249,7 +249,7 @@ def test_input_changed_in_a_later_pass_is_refused(tmp_path: Path) -> None:
         ("my_loss.py:f --stop-at ratoi>=2", "there is no metric 'ratoi'"),
     ],
 )
-def test_wrong_loss_flag_ends_in_one_line(
+def test_invalid_loss_flag_is_a_one_line_error(
     given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

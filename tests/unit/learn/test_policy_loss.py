@@ -84,7 +84,7 @@ def test_loss_follows_its_paper_unless_overridden(loss: str) -> None:
     assert spec_of(loss=loss) == replace(LOSSES[loss], correction=Correction(low=0.5))
 
 
-def test_each_choice_is_overridden_separately() -> None:
+def test_each_loss_choice_can_be_overridden_separately() -> None:
     gspo = spec_of(loss="gspo")
     parts: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.4, "ratio_level": "token", "advantage_scale": "none"}
     parts["clip_dual"] = 3.0
@@ -289,7 +289,7 @@ def test_cispo_has_no_lower_clip_and_an_upper_one_of_five() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_on_policy_the_gradient_is_the_policy_gradient(loss: str) -> None:
+def test_on_policy_loss_has_the_policy_gradient(loss: str) -> None:
     torch.manual_seed(0)
     batch = batch_of([0.5] * 4, [-2.0] * 2, [1.0] * 3, weight=0.25)
     logits_NV = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)

@@ -49,7 +49,7 @@ def test_advantages_are_standardized_within_the_group() -> None:
     assert values[1] == pytest.approx([-1, 1, -1, 1], abs=1e-5)
 
 
-def test_without_a_scale_only_the_mean_is_subtracted() -> None:
+def test_advantages_without_a_scale_only_subtract_the_mean() -> None:
     assert advantages([group([1, 0, 0, 0]), group([2, 4])], "none") == [[0.75, -0.25, -0.25, -0.25], [-1, 1]]
 
 
@@ -108,13 +108,13 @@ def test_turn_rewards_train_only_sampled_tokens() -> None:
     assert list(second.advantages) == [0, 0, -0.5, -0.5]
 
 
-def test_groups_may_differ_in_size() -> None:
+def test_advantages_work_for_groups_of_different_sizes() -> None:
     assert [len(values) for values in advantages([group([1, 0]), group([1, 2, 3]), group([5])], "group")] == [2, 3, 1]
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
-def test_a_group_of_equal_rewards_has_exactly_no_advantage(reward: float, scale: AdvantageScale) -> None:
+def test_equal_rewards_give_exactly_zero_advantages(reward: float, scale: AdvantageScale) -> None:
     for size in range(1, 12):  # the mean of some of these differs from the reward by a rounding error
         assert advantages([group([reward] * size), group([0, 1])], scale)[0] == [0.0] * size
 
@@ -177,14 +177,14 @@ def test_existing_advantages_are_not_computed_again() -> None:
         (((math.inf,), (0.0,)), "one of completion 1 is inf"),
     ],
 )
-def test_given_advantages_that_do_not_fit_are_refused(given: tuple[tuple[float, ...], ...], fault: str) -> None:
+def test_given_advantages_of_the_wrong_length_are_refused(given: tuple[tuple[float, ...], ...], fault: str) -> None:
     with pytest.raises(UsageError) as caught:
         made([group([0, 1]), group([0, 1], [2, 3], advantages=given)])
     assert caught.value.message.startswith("the advantages of group 2 (prompt 'how much?') are invalid: ")
     assert fault in caught.value.message
 
 
-def test_a_sample_has_one_advantage_per_token() -> None:
+def test_sample_has_one_advantage_per_token() -> None:
     first, second = made([group([0, 1], [2, 3])], advantage_scale="none")
     assert first == Sample(
         prompt_token_ids=(1, 2),
@@ -234,7 +234,7 @@ def test_one_token_with_an_advantage_keeps_its_completion() -> None:
     assert kept.advantages == (0.0, 1.0, 0.0)
 
 
-def test_an_empty_completion_is_left_out_but_counts() -> None:
+def test_empty_completion_is_left_out_but_counts() -> None:
     (kept,) = made([group([0, 1], [0, 2])], loss="grpo", kl_coef=0.1)
     assert kept.weight == 1 / (2 * 2)
 
@@ -255,7 +255,7 @@ def test_batch_of_truncated_completions_leaves_no_samples() -> None:
         assert made([cut], loss=loss, mask_truncated=True, kl_coef=0.1) == []
 
 
-def test_the_weights_of_each_aggregation_add_up() -> None:
+def test_sample_weights_of_each_aggregation_add_up() -> None:
     groups = [group([0, 1], [1, 2]), group([3, 1], [3, 4])]
     sums = {}
     for aggregation in ("token_mean", "sequence_mean", "constant"):
@@ -272,7 +272,7 @@ def turns(*sampled: bool, logprob: float = -1.0) -> Completion:
 
 
 @pytest.mark.parametrize(("loss", "weight"), [("dapo", 1 / 6), ("grpo", 1 / (2 * 2)), ("dr_grpo", 1 / (2 * 100))])
-def test_unsampled_tokens_count_in_no_mean(loss: str, weight: float) -> None:
+def test_unsampled_tokens_do_not_count_in_any_mean(loss: str, weight: float) -> None:
     both = group([0, 1], completions=(turns(True, False, False, True), completion(4)))
     first, second = made([both], loss=loss)
     assert (first.token_ids, first.sampled) == ((10, 11, 12, 13), (True, False, False, True))
@@ -280,7 +280,7 @@ def test_unsampled_tokens_count_in_no_mean(loss: str, weight: float) -> None:
     assert (second.sampled, second.num_trained) == (None, 4)
 
 
-def test_tokens_before_the_first_sampled_one_are_prompt() -> None:
+def test_tokens_before_the_first_sampled_one_join_the_prompt() -> None:
     both = group([0, 1], prompt_token_ids=(), completions=(turns(False, False, True), turns(False, True, False)))
     first, second = made([both])
     assert (first.prompt_token_ids, first.token_ids, first.sampled) == ((10, 11), (12,), None)
@@ -303,7 +303,7 @@ def test_completion_without_sampled_tokens_counts_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_group_of_one_or_none_has_no_advantage(scale: AdvantageScale) -> None:
+def test_group_of_one_completion_or_none_has_no_advantage(scale: AdvantageScale) -> None:
     small = [group([], completions=()), group([3])]
     assert advantages(small, scale) == [[], [0.0]]
     assert made(small, advantage_scale=scale) == made([], advantage_scale=scale) == []
@@ -313,7 +313,7 @@ def test_a_group_of_one_or_none_has_no_advantage(scale: AdvantageScale) -> None:
     assert [sample.weight for sample in with_others] == [1 / (3 * 100)] * 2
 
 
-def test_the_batch_deviation_ignores_missing_completions() -> None:
+def test_batch_deviation_ignores_missing_completions() -> None:
     # rewards 0, 2 and 5: mean 7/3, variance (49 + 1 + 64) / 27 = 38/9
     values = advantages([group([], completions=()), group([0, 2]), group([5])], "batch")
     assert values == [[], pytest.approx([-3 / 38**0.5, 3 / 38**0.5], rel=1e-5), [0]]

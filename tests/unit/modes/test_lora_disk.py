@@ -36,7 +36,7 @@ def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_each_version_has_a_name_and_replaces_the_last(world: World, stock: bool) -> None:
+def test_each_adapter_version_replaces_the_previous_one(world: World, stock: bool) -> None:
     if not stock:
         world.export()
     world.serve_earlier()
@@ -80,13 +80,13 @@ def test_adapter_names_are_never_reused_across_runs(world: World, stock: bool) -
     assert len(names) == len(set(names)) == 9
 
 
-def test_foreign_adapter_name_is_not_a_version(world: World) -> None:
+def test_unrelated_adapter_name_is_not_read_as_a_version(world: World) -> None:
     world.export()
     world.server.adapters |= {"bridge-adapter-mine": {}, "bridge-adapter-": {}}
     assert world.opened("disk").mode.version == 0
 
 
-def test_with_a_manifest_only_the_adapter_is_here(world: World) -> None:
+def test_base_is_shared_if_a_manifest_exists(world: World) -> None:
     world.export()
     running = world.opened("disk")
     assert running.opened.weight_bytes == sum(tensor.nbytes for tensor in running.adapter().values()) > 0
@@ -95,7 +95,7 @@ def test_with_a_manifest_only_the_adapter_is_here(world: World) -> None:
     assert world.notes == ["the base model is the server's own: this process holds 0 bytes of it"]
 
 
-def test_without_a_manifest_the_base_is_a_second_copy(world: World) -> None:
+def test_base_is_a_second_copy_without_a_manifest(world: World) -> None:
     running = world.opened("disk", vllm_port=world.port)
     adapter_bytes = sum(tensor.nbytes for tensor in running.adapter().values())
     assert running.opened.weight_bytes == weight_bytes(world.server.toy) + adapter_bytes
@@ -118,7 +118,7 @@ def test_second_copy_with_unsupported_rope_is_refused(world: World) -> None:
     refused(world, UnsupportedModelError, "vLLM runs it as TransformersForCausalLM")
 
 
-def test_a_base_that_cannot_be_attached_is_loaded(world: World) -> None:
+def test_base_that_cannot_be_attached_is_loaded(world: World) -> None:
     world.export(tp_degree=2)
     running = world.opened("disk")
     assert running.opened.weight_bytes > weight_bytes(world.server.toy)
@@ -126,14 +126,14 @@ def test_a_base_that_cannot_be_attached_is_loaded(world: World) -> None:
     assert "tensor-parallel size 2" in world.notes[0]
 
 
-def test_a_stale_manifest_does_not_stop_a_stock_server(world: World) -> None:
+def test_stale_manifest_does_not_prevent_a_stock_server_run(world: World) -> None:
     world.export(server=dead_server())
     world.opened("disk", vllm_port=world.port)
     assert "is stale" in world.notes[0]
     assert "GET status" not in world.server.calls
 
 
-def test_another_servers_manifest_is_not_used(world: World) -> None:
+def test_manifest_of_another_server_is_not_used(world: World) -> None:
     world.export()
     with serving(LoraServer(replace(world.server.toy))) as other:
         running = world.opened("disk", vllm_port=int(other.url.rpartition(":")[2]))
@@ -143,7 +143,7 @@ def test_another_servers_manifest_is_not_used(world: World) -> None:
     assert world.server.calls == []
 
 
-def test_a_step_computes_while_the_server_generates(world: World) -> None:
+def test_step_computes_while_the_server_generates(world: World) -> None:
     world.export()
     running = world.opened("disk")
     world.server.calls.clear()
@@ -174,7 +174,7 @@ def test_checkpoint_is_served_as_its_or_the_next_version(world: World) -> None:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_torn_server_is_refused_before_anything_changes(world: World, resumes: bool) -> None:
+def test_torn_server_is_refused_before_anything_changes(world: World, resumes: bool) -> None:
     world.export()
     world.server.state = "torn"
     hint = refused(world, AttachError, "the adapter may be half-written", resumes=resumes)
@@ -183,7 +183,7 @@ def test_a_torn_server_is_refused_before_anything_changes(world: World, resumes:
     assert world.scratch_folders() == []
 
 
-def test_a_server_without_adapters_is_refused(world: World) -> None:
+def test_server_without_adapters_is_refused(world: World) -> None:
     world.export()
     world.server.refuses["POST load_lora_adapter"] = Answer('{"detail":"Not SavedCheckpoint"}', 404)
     hint = refused(world, UsageError, "does not accept the adapter: 404")
@@ -203,7 +203,7 @@ def test_server_error_is_not_reported_as_a_usage_error(world: World, call: str, 
     assert mode.version == -1
 
 
-def test_a_failed_version_is_published_without_a_second_write(world: World) -> None:
+def test_failed_publication_is_retried_without_a_rewrite(world: World) -> None:
     world.export()
     running = world.opened("disk")
     world.server.refuses["POST load_lora_adapter"] = None
@@ -216,7 +216,7 @@ def test_a_failed_version_is_published_without_a_second_write(world: World) -> N
     assert (running.mode.version, world.scratch_folders()) == (1, ["bridge-adapter-1"])
 
 
-def test_a_second_copy_survives_a_restart_of_the_server(world: World) -> None:
+def test_second_copy_survives_a_server_restart(world: World) -> None:
     world.export(tp_degree=2)
     running = world.opened("disk")
     before = running.adapter()

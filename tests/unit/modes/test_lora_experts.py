@@ -33,7 +33,7 @@ def opened(world: World, handover: str = "memory", **choices: Any) -> Running:
     return world.opened(handover, lora_target_modules="all-linear,experts", lora_r=RANK, **choices)
 
 
-def test_slot_holds_the_trainers_writes(world: World) -> None:
+def test_adapter_slot_contains_what_the_trainer_writes(world: World) -> None:
     running = opened(world)
     assert running.adapter_is_in_the_slot()
     a, b = world.server.toy.slots[UP]
@@ -62,7 +62,7 @@ def test_step_reaches_every_projection_of_chosen_experts(world: World) -> None:
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])
-def test_checkpoint_is_restored_here_and_on_the_server(world: World, handover: str) -> None:
+def test_adapter_checkpoint_is_restored_in_trainer_and_server(world: World, handover: str) -> None:
     running = opened(world, handover)
     running.publish()
     saved, folder = running.adapter(), world.folder / "adapter_step_1"

@@ -57,7 +57,7 @@ def test_opening_unloads_earlier_adapters_and_fills_the_slot(world: World) -> No
     assert running.adapter_is_in_the_slot()
 
 
-def test_base_is_shared_and_takes_no_memory_here(world: World) -> None:
+def test_base_is_shared_without_extra_memory(world: World) -> None:
     world.export()
     running = world.opened("memory")
     assert running.opened.weight_bytes == 0
@@ -82,7 +82,7 @@ def test_other_slots_are_not_changed(world: World) -> None:
     assert all((side == FILLER).all() for side in others)
 
 
-def test_a_step_writes_between_pause_and_publish(world: World, tmp_path: Path) -> None:
+def test_step_writes_between_pause_and_publish(world: World, tmp_path: Path) -> None:
     world.export()
     running = world.opened("memory", in_flight="abort")
     last = tmp_path / "adapter_step_1"
@@ -94,7 +94,7 @@ def test_a_step_writes_between_pause_and_publish(world: World, tmp_path: Path) -
     assert running.adapter_is_in_the_slot()
 
 
-def test_a_step_may_use_the_sleeping_kv_caches_memory(world: World) -> None:
+def test_step_may_use_the_memory_of_a_sleeping_kv_cache(world: World) -> None:
     world.export()
     running = world.opened("memory")
     assert running.mode.can_sleep
@@ -103,7 +103,7 @@ def test_a_step_may_use_the_sleeping_kv_caches_memory(world: World) -> None:
     assert world.server.bodies["POST pause"]["sleep"] is True
 
 
-def test_initial_adapter_repairs_before_a_checkpoint(world: World) -> None:
+def test_initial_adapter_repairs_a_torn_server(world: World) -> None:
     world.export()
     running = world.opened("memory")
     before = running.adapter()
@@ -117,7 +117,7 @@ def test_initial_adapter_repairs_before_a_checkpoint(world: World) -> None:
 
 
 @HANDOVERS
-def test_checkpoint_is_restored_here_and_on_the_server(world: World, handover: str) -> None:
+def test_adapter_checkpoint_is_restored_in_trainer_and_server(world: World, handover: str) -> None:
     world.export()
     running = world.opened(handover)
     running.publish()
@@ -135,7 +135,7 @@ def test_checkpoint_is_restored_here_and_on_the_server(world: World, handover: s
         assert list(world.server.adapters) == world.scratch_folders() == ["bridge-adapter-40"]
 
 
-def test_a_checkpoint_is_restored_on_a_torn_server(world: World) -> None:
+def test_checkpoint_is_restored_on_a_torn_server(world: World) -> None:
     world.export()
     running = world.opened("memory")
     folder = world.folder / "adapter_step_1"
@@ -160,13 +160,13 @@ def test_mismatched_adapter_is_refused_before_a_pause(world: World) -> None:
     assert world.server.calls == []
 
 
-def test_a_torn_server_is_refused_with_the_fix(world: World) -> None:
+def test_torn_server_is_refused_with_the_fix(world: World) -> None:
     world.export()
     world.server.state = "torn"
     assert refused(world, AttachError, "the adapter may be half-written").startswith("bridge restore ADAPTER")
 
 
-def test_a_run_that_resumes_repairs_a_torn_adapter(world: World) -> None:
+def test_resuming_run_repairs_a_torn_adapter(world: World) -> None:
     world.export()
     world.server.state = "torn"
     world.opened("memory", resumes=True)
@@ -174,7 +174,7 @@ def test_a_run_that_resumes_repairs_a_torn_adapter(world: World) -> None:
     assert world.server.bodies["POST pause"]["takeover"] is True
 
 
-def test_a_run_that_resumes_does_not_repair_torn_weights(world: World) -> None:
+def test_resuming_run_does_not_repair_torn_weights(world: World) -> None:
     world.export()
     world.server.state, world.server.writes = "torn", "weights"
     refused(world, AttachError, "the weights may be half-written", resumes=True)
@@ -197,7 +197,7 @@ def test_slots_with_different_shapes_are_refused(world: World) -> None:
     assert world.server.calls == ["POST lease"]
 
 
-def test_a_module_without_slot_is_refused_by_name(world: World) -> None:
+def test_module_without_a_slot_is_refused_by_name(world: World) -> None:
     world.server.toy = toy_server.with_slots(world.server.toy, RANK, without="down_proj")
     world.export()
     hint = refused(world, AttachError, r"no slot .* 2 modules, the first: model\.layers\.0\.mlp\.down_proj")
@@ -205,7 +205,7 @@ def test_a_module_without_slot_is_refused_by_name(world: World) -> None:
     assert world.server.calls == ["POST lease"]
 
 
-def test_a_server_without_slots_is_refused(world: World) -> None:
+def test_server_without_slots_is_refused(world: World) -> None:
     toy = world.server.toy
     world.server.toy = ToyServer(toy.edited(lora_slots={}), toy.tensors, toy.reference)
     world.export()
@@ -227,7 +227,7 @@ def test_slot_with_unexpected_contents_is_refused(world: World) -> None:
     assert "POST pause" not in world.server.calls
 
 
-def test_a_base_that_cannot_be_attached_is_refused(world: World) -> None:
+def test_base_that_cannot_be_attached_is_refused(world: World) -> None:
     world.export(tp_degree=2)
     refused(world, ManifestError, "tensor-parallel size 2")
     assert world.server.calls == ["POST lease"]
@@ -240,9 +240,7 @@ def test_missing_manifest_error_offers_both_fixes(world: World) -> None:
 
 
 @HANDOVERS
-def test_a_second_trainer_is_refused_before_loading(
-    world: World, monkeypatch: pytest.MonkeyPatch, handover: str
-) -> None:
+def test_second_trainer_is_refused_before_loading(world: World, monkeypatch: pytest.MonkeyPatch, handover: str) -> None:
     world.export()
     world.server.refuses["POST lease"] = refusal("another trainer is updating this server", "wait")
     for way in ("shared_vllm.attach", "lora.attach", "lora.loaded.load"):
@@ -253,7 +251,7 @@ def test_a_second_trainer_is_refused_before_loading(
 
 
 @HANDOVERS
-def test_the_lease_is_returned_even_if_nothing_was_opened(world: World, handover: str) -> None:
+def test_lease_is_returned_even_if_nothing_was_opened(world: World, handover: str) -> None:
     world.export()
     mode = world.made(handover)
     assert world.server.bodies["POST lease"]["run"] == "runs/ours"
@@ -262,7 +260,7 @@ def test_the_lease_is_returned_even_if_nothing_was_opened(world: World, handover
 
 
 @HANDOVERS
-def test_a_named_manifest_that_is_missing_is_an_error(world: World, handover: str) -> None:
+def test_missing_manifest_named_by_the_user_is_an_error(world: World, handover: str) -> None:
     world.export()
     with pytest.raises(ManifestError, match="no manifest at"):
         world.made(handover, vllm_config_path=world.folder / "elsewhere.json")
@@ -279,7 +277,7 @@ def test_model_that_is_not_served_is_refused(world: World, handover: str) -> Non
 
 
 @HANDOVERS
-def test_parameters_survive_a_restart_of_the_server(world: World, handover: str) -> None:
+def test_parameters_survive_a_server_restart(world: World, handover: str) -> None:
     world.export()
     running = world.opened(handover)
     running.publish()
@@ -316,7 +314,7 @@ def revived(ranks: Ranks, folder: Path, handover: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("handover", "version"), [("memory", 7), ("disk", 2)])
-def test_all_servers_serve_one_version_after_one_died(tmp_path: Path, handover: str, version: int) -> None:
+def test_all_servers_agree_on_a_version_after_one_died(tmp_path: Path, handover: str, version: int) -> None:
     for rank in range(2):
         tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
     assert on_ranks(2, revived, tmp_path, handover) == [(version, version + 1)] * 2

@@ -141,7 +141,7 @@ def test_copy_follows_the_servers_max_length(folder: Path, tmp_path: Path) -> No
     torch.testing.assert_close(opened.model.model.rotary_emb.inv_freq, frequencies)
 
 
-def test_a_model_without_tokenizer_is_refused_early(folder: Path, tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_is_refused_early(folder: Path, tmp_path: Path) -> None:
     for file in (*folder.glob("tokenizer*"), folder / "model.safetensors"):
         file.unlink()
     with pytest.raises(UsageError, match="tokenizer"):
@@ -163,7 +163,7 @@ def test_each_step_restarts_the_server_with_new_weights(restarting: Callable[...
         assert running.scratch_folders() == [f"version_{version}"]
 
 
-def test_the_server_restarts_every_interval_steps(
+def test_server_restarts_at_the_configured_interval(
     restarting: Callable[..., Running],
 ) -> None:
     running = restarting(vllm_restart_interval=2)
@@ -187,7 +187,7 @@ def test_times_separate_writing_from_saving_and_restart(restarting: Callable[...
     assert times.publish_s > times.write_s > 0
 
 
-def test_preparing_comes_first_and_can_be_interrupted(
+def test_preparing_precedes_writing_and_is_interruptible(
     restarting: Callable[..., Running],
 ) -> None:
     running = restarting()
@@ -222,9 +222,7 @@ def test_failed_restart_publishes_no_version(restarting: Callable[..., Running],
     assert running.publish() == 3
 
 
-def test_a_server_dead_before_any_step_restarts_with_the_model(
-    restarting: Callable[..., Running], folder: Path
-) -> None:
+def test_server_dead_before_any_step_restarts_with_the_model(restarting: Callable[..., Running], folder: Path) -> None:
     running = restarting(vllm_restart_interval=2)
     running.mode.revive(None)
     assert (running.process.started, running.mode.version) == ([str(folder)], 1)
@@ -233,7 +231,7 @@ def test_a_server_dead_before_any_step_restarts_with_the_model(
 
 
 @pytest.mark.parametrize(("version", "expected"), [(7, 7), (0, 2)])
-def test_a_checkpoint_is_restored_here_and_on_the_server(
+def test_checkpoint_is_restored_in_trainer_and_server(
     restarting: Callable[..., Running], folder: Path, version: int, expected: int
 ) -> None:
     running = restarting()
@@ -313,7 +311,7 @@ def in_place(tmp_path: Path) -> Iterator[Callable[..., Attached]]:
         yield start
 
 
-def test_in_place_loads_between_pause_and_publish(in_place: Callable[..., Attached]) -> None:
+def test_in_place_reload_loads_between_pause_and_publish(in_place: Callable[..., Attached]) -> None:
     running = in_place(in_flight="abort")
     assert running.mode.endpoint.version is None  # the server reports it with each answer
     assert running.publish() == running.mode.version == 1
@@ -325,7 +323,7 @@ def test_in_place_loads_between_pause_and_publish(in_place: Callable[..., Attach
     assert not running.scratch.exists()
 
 
-def test_in_place_removes_leftovers_of_a_failed_reload(in_place: Callable[..., Attached]) -> None:
+def test_in_place_reload_removes_leftovers_of_a_failed_one(in_place: Callable[..., Attached]) -> None:
     running = in_place()
     (running.scratch / "version_7").mkdir(parents=True)
     running.publish()
@@ -342,7 +340,7 @@ def test_in_place_trainer_writes_into_its_own_copy(in_place: Callable[..., Attac
     assert all((rows == toy_server.FILLER).all() for rows in running.toy.padding_rows())
 
 
-def test_in_place_overwrites_a_server_trained_before(in_place: Callable[..., Attached]) -> None:
+def test_in_place_reload_overwrites_an_earlier_runs_weights(in_place: Callable[..., Attached]) -> None:
     earlier = in_place()
     earlier.publish()
     earlier.mode.close()
@@ -352,7 +350,7 @@ def test_in_place_overwrites_a_server_trained_before(in_place: Callable[..., Att
     assert equal(restarted.live(), stored(restarted.toy.manifest.model))
 
 
-def test_in_place_keeps_weights_that_could_not_be_loaded(
+def test_failed_in_place_reload_keeps_the_saved_weights(
     in_place: Callable[..., Attached], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = in_place()
@@ -398,7 +396,7 @@ class Letters:
         return float(ord(completion[0]) % 7)
 
 
-def test_server_with_only_the_protocol_can_be_trained(folder: Path, tmp_path: Path) -> None:
+def test_server_with_only_openais_protocol_can_be_trained(folder: Path, tmp_path: Path) -> None:
     tokenizer = skeleton.tokenizer(str(folder))
     assert ids_by_text(tokenizer)("A") == (36,)
     process, asked_before = FakeProcess(), []

@@ -29,7 +29,7 @@ PAUSES = [
 
 @pytest.mark.parametrize(("kv_sleep", "can_sleep", "sleeps"), KV_SLEEP)
 @pytest.mark.parametrize(("pause", "max_staleness", "shares_gpu", "stops"), PAUSES)
-def test_settings_and_server_determine_the_policy(
+def test_settings_and_server_determine_the_pause_policy(
     kv_sleep: str, can_sleep: bool, sleeps: bool | None, pause: bool | None, max_staleness: int, shares_gpu: bool,
     stops: bool,
 ) -> None:  # fmt: skip
@@ -41,7 +41,7 @@ def test_settings_and_server_determine_the_policy(
         assert decided.computes_inside == (bool(decided.kv_sleeps) or stops)
 
 
-def test_a_cache_that_cannot_sleep_is_refused() -> None:
+def test_always_sleep_without_sleep_support_is_refused() -> None:
     choices = PublishingConfig(kv_sleep="always")
     with pytest.raises(UsageError, match="--kv-sleep always"):
         PausePolicy.of(choices, max_staleness=0, can_sleep=False, shares_gpu=True)

@@ -132,7 +132,7 @@ def test_server_reports_whether_its_kv_cache_can_sleep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("resume", "writes"), [(False, "weights"), (False, "adapter"), (True, "adapter")])
-def test_a_torn_server_is_refused_unless_the_run_resumes(tmp_path: Path, resume: bool, writes: str) -> None:
+def test_torn_server_is_refused_unless_the_run_resumes(tmp_path: Path, resume: bool, writes: str) -> None:
     torn = {"state": "torn", "writes": writes}
     with serving(FakeRoutes(**torn)) as server:
         with pytest.raises(AttachError, match=r"may be half-written.* after version 7"):
@@ -198,7 +198,7 @@ def test_given_port_overrides_the_manifests_url(tmp_path: Path, with_host: bool)
     assert server.requests == []
 
 
-def test_a_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
+def test_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path, vllm_host="localhost"), RUN)
         assert mode.endpoint.url == server.url.replace("127.0.0.1", "localhost")
@@ -267,7 +267,7 @@ def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:
         return mode.version, routes.version
 
 
-def test_all_servers_serve_one_version_after_one_died(tmp_path: Path) -> None:
+def test_all_servers_agree_on_a_version_after_one_died(tmp_path: Path) -> None:
     assert on_ranks(2, revived, tmp_path) == [(9, 9)] * 2
 
 

@@ -189,7 +189,7 @@ def test_interval_delays_servers_until_the_next_transfer(opened: Callable[..., F
     assert fed.mode.version == 1
 
 
-def test_a_checkpoint_is_sent_under_its_version(opened: Callable[..., Fed], tmp_path: Path) -> None:
+def test_checkpoint_is_sent_under_its_version(opened: Callable[..., Fed], tmp_path: Path) -> None:
     fed = opened()
     (tmp_path / "saved").mkdir()
     fed.mode.save(tmp_path / "saved")
@@ -242,7 +242,7 @@ def test_missing_manifest_is_not_taken_for_an_address(feeding: Callable[..., Fed
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_server_of_bridge_is_recognized_by_any_name(
+def test_patched_server_is_recognized_by_any_host_name(
     feeding: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     exported = SimpleNamespace(url="http://127.0.0.1:9001")
@@ -252,7 +252,7 @@ def test_a_server_of_bridge_is_recognized_by_any_name(
         feeding(servers=f"{host}:9001")
 
 
-def test_a_trainer_on_a_cpu_is_refused(
+def test_trainer_on_a_cpu_is_refused(
     feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fed_server, "DEVICE", "cuda")
@@ -263,7 +263,7 @@ def test_a_trainer_on_a_cpu_is_refused(
 
 
 @pytest.mark.parametrize("fault", [{"dies_at": "pause"}, {"fails_at": "pause"}, {"drops_prefixes": False}])
-def test_if_one_cannot_pause_the_others_keep_their_version(opened: Callable[..., Fed], fault: dict[str, Any]) -> None:
+def test_failed_pause_leaves_all_versions_unchanged(opened: Callable[..., Fed], fault: dict[str, Any]) -> None:
     fed = opened()
     fed.servers[0].slow_at = "pause"
     for name, value in fault.items():
@@ -277,7 +277,7 @@ def test_if_one_cannot_pause_the_others_keep_their_version(opened: Callable[...,
 
 
 @pytest.mark.parametrize("fault", ["fails_at", "dies_at"])
-def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], fault: str) -> None:
+def test_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], fault: str) -> None:
     """The first server cannot undo its pause after the second one failed to pause."""
     fed = opened()
     fed.servers[1].slow_at = "pause"
@@ -294,7 +294,7 @@ def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], faul
     assert fed.servers[0].is_paused
 
 
-def test_rejected_key_while_undoing_a_pause_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_rejected_key_while_undoing_a_pause_keeps_the_error(caplog: pytest.LogCaptureFixture) -> None:
     class Locked:
         def pause(self, _: str) -> None:
             raise AttachError("it refuses", hint="retry")
@@ -323,7 +323,7 @@ def test_receiver_failing_mid_transfer_leaves_all_paused(opened: Callable[..., F
     assert fed.mode.version == 0
 
 
-def test_server_that_refuses_a_name_has_complete_weights(opened: Callable[..., Fed]) -> None:
+def test_server_that_refuses_the_version_has_all_weights(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.servers[1].fails_at = "update_weight_version"
     with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/update_weight_version answered 500"):
@@ -332,7 +332,7 @@ def test_server_that_refuses_a_name_has_complete_weights(opened: Callable[..., F
     assert not any(server.is_paused for server in fed.servers)
 
 
-def test_server_that_does_not_resume_has_complete_weights(opened: Callable[..., Fed]) -> None:
+def test_server_that_does_not_resume_has_all_weights(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.servers[1].fails_at = "resume"
     with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/resume answered 500: size") as caught:
@@ -343,7 +343,7 @@ def test_server_that_does_not_resume_has_complete_weights(opened: Callable[..., 
     assert [server.is_paused for server in fed.servers] == [False, True]
 
 
-def test_all_resume_if_a_worker_cannot_join(feeding: Callable[..., Fed], folder: Path) -> None:
+def test_all_servers_resume_if_a_worker_cannot_join(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder)), FedServer(str(folder), fails_at="init_weight_transfer_engine"))
     start = time.perf_counter()
     with pytest.raises(ServerUnreachableError, match="size mismatch"):
@@ -353,7 +353,7 @@ def test_all_resume_if_a_worker_cannot_join(feeding: Callable[..., Fed], folder:
     assert not any(server.is_paused for server in fed.servers)
 
 
-def test_ctrl_c_while_workers_join_resumes_all(
+def test_ctrl_c_while_workers_join_resumes_all_servers(
     feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -369,7 +369,7 @@ def test_ctrl_c_while_workers_join_resumes_all(
     assert fed.calls() == [[*PAUSE, "resume"]] * 2
 
 
-def test_all_resume_if_a_server_has_no_ipv4(
+def test_all_servers_resume_if_one_has_no_ipv4_address(
     feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = feeding(FedServer(str(folder)), FedServer(str(folder)))
@@ -500,7 +500,7 @@ def test_check_of_served_weights_times_out(
     fed.servers[0].answers.set()
 
 
-def test_server_without_weight_names_is_not_asked(feeding: Callable[..., Fed], folder: Path) -> None:
+def test_server_that_reports_no_version_is_not_checked(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder), weight_version=None))
     fed.mode.open()
     assert [fed.publish(), fed.publish()] == [1, 2]

@@ -86,7 +86,7 @@ def test_only_one_released_gradient_exists_at_a_time() -> None:
         ("cba", "abc", ["take c", "take b", "take a"]),
     ],
 )
-def test_groups_are_taken_in_order_once_complete(order: str, without: str, expected: list[str]) -> None:
+def test_parameter_groups_are_processed_in_order(order: str, without: str, expected: list[str]) -> None:
     weights = {name: nn.Parameter(torch.ones(3)) for name in "abc"}
     happened, hidden = list[str](), torch.ones(3, requires_grad=True)
     for name, weight in weights.items():
@@ -178,7 +178,7 @@ def test_gradients_of_several_passes_are_summed_in_float32() -> None:
     assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.bfloat16}
 
 
-def test_a_second_backward_pass_is_refused() -> None:
+def test_second_backward_pass_is_refused() -> None:
     weight = nn.Parameter(torch.ones(3).bfloat16())
     optimizer = SplitMasterAdamW([weight], lr=0.1)
     with optimizer.releasing():

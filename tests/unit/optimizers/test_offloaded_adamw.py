@@ -86,7 +86,7 @@ def test_streamed_gradients_are_summed_in_float32(device: str) -> None:
         assert torch.equal(mine.cpu(), theirs)
 
 
-def test_unused_gradient_sum_is_dropped_by_the_next_pass() -> None:
+def test_gradient_sum_without_a_step_is_dropped() -> None:
     ours = weights_of()
     optimizer = OffloadedAdamW(ours, lr=1e-3, streams=True)
     with optimizer.releasing():

@@ -78,7 +78,7 @@ def test_upper_half_of_the_master_is_the_nearest_bf16() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weight_decay", [0.0, 128.0])  # float32 holds 1 - lr * weight_decay exactly, on every device
-def test_500_tiny_steps_equal_a_float32_master(weight_decay: float, device: str) -> None:
+def test_500_tiny_steps_match_a_float32_master(weight_decay: float, device: str) -> None:
     torch.manual_seed(0)
     start, lr = (torch.randn(40, 50, device=device) * 0.05).bfloat16(), 2**-20
     split_weight, plain, reference = (torch.nn.Parameter(x) for x in (start.clone(), start.clone(), start.float()))
@@ -362,7 +362,7 @@ def test_schedule_counts_planned_updates(kind: str, expected: dict[int, float]) 
     assert {number: factor(number) for number in expected} == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_update_is_compiled_for_expected_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_is_compiled_for_the_expected_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for = list[tuple[torch.dtype, torch.dtype]]()
     monkeypatch.setattr(
         split_adamw, "compiled", lambda _, weight, gradient, __, single: compiled_for.append((weight, gradient))
@@ -402,20 +402,20 @@ def check(optimizer: InPlaceOptimizer, expected: BytesPerParameter) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_bytes_on_the_device_match_the_table(name: OptimizerName, dtype: torch.dtype) -> None:
+def test_optimizer_bytes_on_the_device_match_the_table(name: OptimizerName, dtype: torch.dtype) -> None:
     weights = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in MODEL_SHAPES]
     check(SplitMasterAdamW(weights, kind=KINDS[name]), BytesPerParameter.of(name, weight_bytes=dtype.itemsize))
 
 
 @pytest.mark.parametrize("release", [False, True])
-def test_state_bytes_in_host_memory_match_the_table(release: bool) -> None:
+def test_optimizer_bytes_in_host_memory_match_the_table(release: bool) -> None:
     weights = [nn.Parameter(torch.zeros(shape).bfloat16()) for shape in MODEL_SHAPES]
     expected = BytesPerParameter.of("adamw", offload=True, release=release)
     assert expected.gradient == (0 if release else 2)
     check(OffloadedAdamW(weights, streams=release), expected)
 
 
-def test_table_lists_every_kind_with_its_block_size() -> None:
+def test_optimizer_table_lists_every_kind_and_block_size() -> None:
     assert set(OPTIMIZERS) == set(KINDS)
     assert [round(BytesPerParameter.of(name).device, 2) for name in OPTIMIZERS] == [10, 4.03, 1.06]
 

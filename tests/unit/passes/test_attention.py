@@ -171,7 +171,7 @@ def test_attention_never_builds_a_tokens_by_tokens_mask() -> None:
     assert largest < 2000 * 2000 / 10
 
 
-def test_without_boundaries_each_row_is_one_sequence() -> None:
+def test_attention_without_boundaries_treats_rows_separately() -> None:
     model = tiny(FAMILIES["mistral, by a window"])
     ids = tokens()[:20].reshape(2, 10)
     expected = model(input_ids=ids, use_cache=False).logits
@@ -189,7 +189,7 @@ def test_unsupported_attention_is_refused_naming_the_layer(choices: dict[str, An
         attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | choices))
 
 
-def test_a_cache_is_refused() -> None:
+def test_kv_cache_is_refused_in_training() -> None:
     x = torch.randn(1, 2, 3, 8)
     with pytest.raises(UnsupportedModelError, match=r"a cache"):
         attention.attend(torch.nn.Identity(), x[:, :, :1], x, x, None)
@@ -348,7 +348,7 @@ def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_choice")
-def test_reasons_against_a_kernel_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_says_why_a_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = of_heads(128)
     monkeypatch.setattr(kernels, "_error", lambda _: 0.5)
     with pytest.raises(UsageError, match=r"--attention cudnn cannot be used: its error is 50.0%, expected at most 2%"):

@@ -244,7 +244,7 @@ def test_memory_is_short_if_activations_must_be_recomputed(
     assert caplog.messages == []
 
 
-def test_memory_is_short_below_the_chosen_tokens() -> None:
+def test_memory_is_short_if_the_chosen_tokens_do_not_fit() -> None:
     batch = samples(*(1_000,) * 20)
     assert budget(Memory(4_100, plain=1), micro_batch_tokens=5_000).is_short(batch)
     assert not budget(Memory(4_100, plain=1), micro_batch_tokens=3_000).is_short(batch)
@@ -258,7 +258,7 @@ def test_existing_gradients_are_not_counted_twice() -> None:
     assert budget(memory, trained).max_tokens(samples(300)) == 10_000
 
 
-def test_useful_micro_batch_size_is_bounded() -> None:
+def test_micro_batch_size_has_an_upper_bound() -> None:
     assert budget(Memory(100_000, plain=1)).max_tokens(samples(300)) == MOST_TOKENS
     released = budget(Memory(100_000, plain=1), gradient_release=True)
     assert released.max_tokens(samples(300)) > MOST_TOKENS  # here an update is a single pass
@@ -302,7 +302,7 @@ def test_activations_are_recomputed_if_too_few_tokens_fit(
         ({"activation_offload": True}, 4_000, HOST_INPUTS, [HOST_INPUTS]),
     ],
 )
-def test_layers_keep_the_most_that_lets_the_longest_sample_fit(
+def test_layers_keep_what_fits_with_the_longest_sample(
     choices: dict[str, Any], longest: int, fits: Kept | None, ways: list[Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = list[Kept]()
@@ -525,7 +525,7 @@ def test_tp_ranks_use_the_size_that_fits_on_all_ranks() -> None:
     assert pass_budget.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # limited by the other rank
 
 
-def test_tp_rank_out_of_memory_does_not_retry_alone() -> None:
+def test_tp_rank_does_not_retry_an_out_of_memory_pass() -> None:
     """The other ranks wait for it in the middle of a pass."""
     pass_budget = budget(Memory(1_100, plain=None, recomputed=0.1), parts=Beside())
     with pytest.raises(torch.OutOfMemoryError):

@@ -112,9 +112,7 @@ def test_equal_tokens_with_different_images_are_not_shared(model: PreTrainedMode
     assert len(pack([first, another], share_prompts=True).tokens_T) == both - len(first.prompt_token_ids)
 
 
-def test_tower_gets_an_image_of_several_sequences_once(
-    prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vision_tower_computes_a_shared_image_once(prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     model = prepared.model
     original = model.get_image_features
@@ -211,7 +209,9 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_image_check_refuses(fault: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_check_refuses_models_with_faults(
+    fault: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if fault == "deepstack" and model.config.model_type != "qwen3_vl":
         pytest.skip("its tower has none")
     if fault == "positions" and model.config.model_type not in OF_QWEN:

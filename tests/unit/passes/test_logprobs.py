@@ -143,14 +143,14 @@ def test_bf16_logits_would_differ_more_than_two_engines() -> None:
     assert (rounded - exact).abs().max() > 0.02
 
 
-def test_with_a_frozen_head_only_hidden_states_get_gradients() -> None:
+def test_frozen_head_leaves_only_hidden_state_gradients() -> None:
     hidden, head = torch.randn(4, 16, requires_grad=True), torch.randn(VOCABULARY, 16)
     token_logprobs(hidden, head, None, torch.arange(4), PLAIN, False)[0].sum().backward()
     assert hidden.grad is not None
     assert head.grad is None
 
 
-def test_without_rows_results_are_empty_and_gradients_zero() -> None:
+def test_empty_input_gives_empty_results_and_zero_gradients() -> None:
     hidden, head = torch.randn(0, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     logprobs, entropies = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN, False)
     logprobs.sum().backward()
@@ -194,7 +194,7 @@ def test_only_the_heads_gradient_is_as_large_as_the_head() -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_targets_are_found_in_all_blocks_and_at_their_borders(compiles: bool) -> None:
+def test_targets_are_found_in_all_vocabulary_blocks(compiles: bool) -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(VOCABULARY, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     targets = torch.arange(VOCABULARY)

@@ -185,7 +185,7 @@ def test_packing_order_is_deterministic_with_unknown_log_probs() -> None:
         assert [str(of_samples(batch, given)) for batch in pack(given, max_tokens=6)] == expected
 
 
-def test_dtypes_are_right_even_for_integer_values() -> None:
+def test_packed_tensors_are_float32_even_for_integer_values() -> None:
     whole = Sample(prompt_token_ids=(1,), token_ids=(2,), sampled_logprobs=(0,), advantages=(1,), weight=1)
     for batch in pack([whole, of_length(9)], max_tokens=5):
         integers = batch.tokens_T, batch.positions_T, batch.rows_N, batch.targets_N, batch.sequences_N
@@ -227,5 +227,5 @@ def test_packing_is_independent_of_sample_order(share_prompts: bool) -> None:
     assert [of_samples(batch, samples) for batch in packed] == expected
 
 
-def test_no_samples_give_no_micro_batches() -> None:
+def test_packing_no_samples_gives_no_micro_batches() -> None:
     assert pack([]) == []

@@ -338,7 +338,7 @@ def test_parts_that_share_elements_get_equal_gradients(monkeypatch: pytest.Monke
         assert all(torch.equal(after, expected) for _, after in of_parts), shared
 
 
-def test_config_of_a_part_differs_only_in_its_heads() -> None:
+def test_config_of_a_tp_part_differs_only_in_its_heads() -> None:
     model = whole_model(FAMILIES["Qwen3"]())
     block = model.get_submodule("model.layers.0.self_attn")
     cut_layers.count_own_heads(block, 2)
@@ -352,7 +352,7 @@ def test_config_of_a_part_differs_only_in_its_heads() -> None:
     assert heads._attn_implementation == attention.NAME
 
 
-def test_one_range_may_mix_shared_and_own_elements() -> None:
+def test_range_may_mix_shared_and_unshared_elements() -> None:
     """A fused parameter with one KV head: on the last part its queries, keys and values are adjacent."""
     cuts = [Cut((6,), (((0, 2), (4, 2)),)), Cut((6,), (((2, 4),),))]
     (shared,) = shared_elements([{"w": cut} for cut in cuts], {"w"})

@@ -593,7 +593,7 @@ def test_liger_kernel_is_applied_without_its_losses(
 
 
 @pytest.mark.parametrize("sequence", range(len(CHECKED_LENGTHS)))
-def test_nan_hidden_states_fail_the_check(sequence: int) -> None:
+def test_nan_hidden_states_fail_the_packing_check(sequence: int) -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama()).eval()
     alone_TH = Expected.of(PreparedModel(model)).alone_TH
     broken_TH = alone_TH.clone()

@@ -254,7 +254,7 @@ def test_balance_reports_the_busiest_expert_and_dead_experts() -> None:
     assert routing.balance(tokens_LE[:0]) == {"max_vio": None, "dead_experts": None}
 
 
-def test_samples_with_and_without_experts_share_a_pack() -> None:
+def test_samples_with_and_without_experts_can_share_a_pack() -> None:
     config = FAMILIES["mixtral"]
     experts, model = chosen(config), model_of(config)
     with_experts, without = samples(experts), samples()
@@ -336,7 +336,7 @@ def test_replay_intercepts_topk_however_it_is_called(way: str, compiles: bool) -
     assert of_tokens.indices.equal(scores.topk(NUM_CHOSEN, dim=0).indices), "no choice among experts"
 
 
-def test_routers_reading_named_choices_take_given_experts() -> None:
+def test_router_reading_topk_fields_uses_given_experts() -> None:
     latent = {"q_lora_rank": 16, "head_dim": 16, "partial_rotary_factor": 0.5, "o_groups": 2, "o_lora_rank": 8}
     kinds = {"mlp_layer_types": ["moe", "moe"], "layer_types": ["sliding_attention", "sliding_attention"]}
     config = DeepseekV4Config(**ROUTED | latent | kinds | {"num_key_value_heads": 1})

@@ -67,7 +67,7 @@ def test_several_targets_equal_a_float64_computation(cap: float | None, compiles
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_a_single_target_column_equals_one_target_bitwise() -> None:
+def test_single_target_column_equals_one_target_bitwise() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(10, 16, requires_grad=True), torch.randn(WORDS, 16, requires_grad=True)
     targets, weights = torch.randint(WORDS, (10,)), torch.randn(10)
@@ -79,7 +79,7 @@ def test_a_single_target_column_equals_one_target_bitwise() -> None:
     assert all(map(torch.equal, mine, theirs))
 
 
-def test_several_targets_of_kept_words_equal_a_float64_computation() -> None:
+def test_filtered_targets_equal_a_float64_computation() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(8, 16), torch.randn(WORDS, 16)
     logits = hidden.double() @ head.double().T
@@ -146,13 +146,13 @@ def test_rows_with_fewer_targets_are_padded() -> None:
     assert batch.targets_N.tolist() == [9, 7, 7, 3]
 
 
-def test_every_pack_has_several_targets_if_one_sample_has() -> None:
+def test_all_packs_hold_several_targets_if_any_sample_does() -> None:
     batches = pack([sample((6, 1), 7), sample((1, 2, 3), 4, targets=((5, 6),))], max_tokens=4)
     shapes = [batch.several.ids_NK.shape for batch in batches if batch.several is not None]
     assert shapes == [(1, 2), (1, 1)]
 
 
-def test_packs_with_targets_do_not_depend_on_the_order_of_arrival() -> None:
+def test_packing_targets_is_independent_of_sample_order() -> None:
     samples = [sample((1, 2), 3, 4, targets=((first, 9), (first, 8))) for first in (5, 6, 7)]
     orders = [samples, samples[::-1], [samples[1], samples[2], samples[0]]]
     of_orders = [[batch.several.ids_NK.tolist() for batch in pack(order) if batch.several] for order in orders]
@@ -264,13 +264,13 @@ def with_a_cut_head(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*results, strict=True))
 
 
-def test_several_targets_on_a_cut_head_match_the_full_head() -> None:
+def test_targets_on_a_sharded_head_match_the_full_head() -> None:
     for pairs in on_ranks(2, with_a_cut_head, limit_s=LIMIT_S):
         for actual, expected in pairs:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_of_targets_change_no_log_prob() -> None:
+def test_target_weights_do_not_change_log_probs() -> None:
     samples = random_samples()
     zero = [replace(one, target_weights=()) if one.target_weights else one for one in samples]
     model = model_of(torch.float32)

@@ -46,7 +46,7 @@ def http(fence: ServerFence, models: FakeModels) -> TestClient:
 
 @pytest.mark.parametrize("name", [ADAPTER, f"{ADAPTER}-3"])
 @pytest.mark.parametrize("headers", STRANGERS)
-def test_strangers_cannot_change_a_live_runs_adapters(
+def test_other_clients_cannot_change_a_live_runs_adapters(
     http: TestClient, models: FakeModels, fence: ServerFence, name: str, headers: dict[str, str]
 ) -> None:
     models.lora_requests = {name: "trained"}

@@ -157,9 +157,7 @@ def test_second_adapter_replaces_the_first(
     assert engine.slots == [2]
 
 
-def test_a_released_adapter_frees_its_slot(
-    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
-) -> None:
+def test_released_adapter_frees_its_slot(served: Adapters, engine: FakeEngine, models: FakeModels, folder: str) -> None:
     async def passage() -> None:
         await served.release()
         assert engine.order == []
@@ -183,9 +181,7 @@ def test_adapter_loaded_at_startup_is_removed(
     assert engine.order == ["remove 40", "drop caches", "load mine", "pin 1"]
 
 
-def test_an_unloaded_adapter_frees_its_slot(
-    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
-) -> None:
+def test_unloaded_adapter_frees_its_slot(served: Adapters, engine: FakeEngine, models: FakeModels, folder: str) -> None:
     async def both() -> None:
         await served.serve("mine", folder)
         del models.lora_requests["mine"]
@@ -195,7 +191,7 @@ def test_an_unloaded_adapter_frees_its_slot(
     assert engine.slots == [2]
 
 
-def test_a_request_for_a_removed_adapter_is_refused(
+def test_request_for_a_removed_adapter_is_refused(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def late() -> None:
@@ -211,7 +207,7 @@ def test_a_request_for_a_removed_adapter_is_refused(
     assert engine.order[-2:] == ["request now", "request base"]
 
 
-def test_nothing_replaces_the_trained_adapter(
+def test_trained_adapter_cannot_be_replaced(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def load(name: str) -> Any:
@@ -262,7 +258,7 @@ def test_adapter_is_refused_if_too_few_slots_remain(
         ("mine", "empty", r"no adapter_config\.json in"),
     ],
 )
-def test_a_refused_load_keeps_vllms_message_and_frees_the_slot(
+def test_refused_load_keeps_vllms_message_and_frees_slot(
     served: Adapters, engine: FakeEngine, folder: str, name: str, subfolder: str, words: str
 ) -> None:
     (Path(folder) / "bad").mkdir()

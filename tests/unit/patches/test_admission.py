@@ -47,7 +47,7 @@ def status_of(app: FastAPI, path: str, **headers: str) -> int:
 
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize("given", [None, "", "the key", "Bearer", "Bearer ", "Bearer the ke", "Bearer the key2", "x"])
-def test_with_a_key_every_route_requires_it(path: str, given: str | None) -> None:
+def test_configured_key_is_required_on_every_route(path: str, given: str | None) -> None:
     headers = {} if given is None else {"authorization": given}
     assert status_of(vllm(api_key=KEYS), path, **headers) == 401
 
@@ -58,7 +58,7 @@ def test_each_configured_key_is_accepted_on_every_route(path: str, given: str) -
     assert status_of(vllm(api_key=KEYS), path, authorization=given) == 200
 
 
-def test_health_needs_no_key_and_bridge_routes_take_the_token() -> None:
+def test_health_needs_no_key_and_bridge_routes_need_the_token() -> None:
     app = vllm(api_key=KEYS)
     assert status_of(app, "/health") == 200
     assert status_of(app, "/bridge/status", **AUTHORISED) == 200
@@ -81,7 +81,7 @@ def test_websocket_requires_the_key() -> None:
         pass
 
 
-def test_without_a_key_every_route_is_open() -> None:
+def test_every_route_is_open_without_a_configured_key() -> None:
     assert status_of(vllm(), "/invocations") == 200
 
 
@@ -136,7 +136,7 @@ def test_server_on_loopback_accepts_only_loopback_hosts(listens_on: str) -> None
 
 
 @pytest.mark.parametrize("listens_on", [None, "", "0.0.0.0", "::", "10.0.0.1", "gpu7.example"])
-def test_server_elsewhere_accepts_any_host(listens_on: str | None) -> None:
+def test_server_on_a_public_address_accepts_any_host(listens_on: str | None) -> None:
     assert status_of(vllm(host=listens_on), "/health", host="gpu7.example:9001") == 200
 
 
@@ -145,7 +145,7 @@ PAGES = ["https://evil.example", "null", "http://[", "http://localhost.evil", ""
 
 @pytest.mark.parametrize("listens_on", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("listed", [[], ["https://ui.example"], "https://ui.example", None])
-def test_a_web_page_is_refused_unless_it_is_listed(listens_on: str, listed: Any) -> None:
+def test_web_page_is_refused_unless_its_origin_is_allowed(listens_on: str, listed: Any) -> None:
     app = vllm(host=listens_on, allowed_origins=listed)
     assert {page: status_of(app, "/version", origin=page) for page in PAGES} == dict.fromkeys(PAGES, 403)
     assert status_of(app, "/version", origin="https://ui.example") == (200 if listed else 403)
@@ -167,7 +167,7 @@ def test_web_page_of_the_server_itself_is_accepted() -> None:
     assert status_of(app, "/version", host=here, origin="http://gpu7.example:9002") == 403
 
 
-def test_a_refusal_says_what_to_do() -> None:
+def test_refused_request_gets_a_hint() -> None:
     http = TestClient(vllm(), base_url="http://evil.example")
     answer = http.get("/health")
     assert "evil.example" in answer.json()["error"]

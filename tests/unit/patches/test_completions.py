@@ -141,7 +141,7 @@ def test_engine_samples_without_filters_or_decoding(http: TestClient, engine: Fa
     assert first != second
 
 
-def test_prompt_logprobs_are_those_of_the_prompts_tokens(http: TestClient, engine: FakeEngine) -> None:
+def test_prompt_logprobs_belong_to_the_prompt_tokens(http: TestClient, engine: FakeEngine) -> None:
     engine.prompt_logprobs = SimpleNamespace(
         logprobs=[-0.75, -0.01], start_indices=[0, 0]
     )  # the second entry is a likelier token
@@ -284,7 +284,7 @@ def test_malformed_request_is_refused(http: TestClient, engine: FakeEngine, wron
     assert not engine.calls
 
 
-def test_impossible_request_is_refused(http: TestClient, engine: FakeEngine) -> None:
+def test_request_that_exceeds_the_servers_limits_is_refused(http: TestClient, engine: FakeEngine) -> None:
     too_long = http.post(COMPLETIONS, json={**BODY, "max_tokens": LONGEST - 1})
     assert too_long.status_code == 400
     assert words(too_long).endswith("a prompt of 2 tokens and max_tokens=7 exceed the server's --max-model-len 8")
@@ -328,7 +328,7 @@ def test_non_finite_logprobs_with_finite_weights_are_an_error(http: TestClient, 
         {"temperature": -1},
     ],
 )
-def test_numbers_out_of_vllms_range_are_refused(http: TestClient, engine: FakeEngine, changes: dict[str, Any]) -> None:
+def test_numbers_outside_vllms_range_are_refused(http: TestClient, engine: FakeEngine, changes: dict[str, Any]) -> None:
     assert http.post(COMPLETIONS, json={**BODY, **changes}).status_code == 422
     assert engine.calls == []
     assert http.post(COMPLETIONS, json={**BODY, "seed": 2**63 - 2, "n": 2}).status_code == 200
@@ -360,7 +360,7 @@ def spm() -> Tokenizer:
 
 @pytest.mark.parametrize("end", [[], [3]], ids=["whole", "unfinished"])
 @pytest.mark.parametrize("prompt", [[0, 1, 2], [6, 0], [1, 3, 4], [5], [0] * 100])
-def test_texts_match_streaming_after_the_prompt(prompt: list[int], end: list[int]) -> None:
+def test_decoded_text_matches_vllms_streaming(prompt: list[int], end: list[int]) -> None:
     """As in vLLM, which decodes tokens one by one after the prompt and holds back incomplete characters."""
     tokenizer, chance = spm(), random.Random(0)
     units = [[0], [1], [2], [3, 4], [5], [6]]
@@ -374,7 +374,7 @@ def test_texts_match_streaming_after_the_prompt(prompt: list[int], end: list[int
     assert any(text.startswith(" ") for text in texts)
 
 
-def test_character_begun_in_the_prompt_is_dropped() -> None:
+def test_character_that_begins_in_the_prompt_is_dropped() -> None:
     texts = completions_route._texts(SimpleNamespace(backend_tokenizer=spm()), [0, 3], [[4, 1], [2, 1]])
     assert texts == ["\N{REPLACEMENT CHARACTER} b", "c b"]
 
@@ -404,7 +404,7 @@ def test_disconnecting_client_aborts_its_request(app: FastAPI, engine: FakeEngin
     assert sent[0]["status"] == CLIENT_GONE
 
 
-def test_a_prompt_that_the_engine_expanded_is_refused(http: TestClient, engine: FakeEngine) -> None:
+def test_prompt_reexpanded_by_the_engine_is_refused(http: TestClient, engine: FakeEngine) -> None:
     engine.expanded = [9, 9]
     answer = http.post(COMPLETIONS, json=BODY)
     assert answer.status_code == 409
@@ -420,7 +420,7 @@ def test_images_for_a_text_only_model_are_refused(http: TestClient, engine: Fake
     assert engine.calls == []
 
 
-def test_all_image_tokens_must_be_found() -> None:
+def test_unrecognized_image_tokens_are_refused() -> None:
     """If an image was expanded twice, vLLM finds only its first tokens."""
     one, other = (SimpleNamespace(tokens=[7] * count) for count in (2, 3))
     ids = [1, 7, 7, 2, 7, 7, 7, 3]

@@ -184,12 +184,12 @@ def states(runner: Runner) -> dict[int, bytes]:
     }
 
 
-def test_unpatched_vllm_fails() -> None:
+def test_unpatched_vllm_fails_on_chunked_prefill() -> None:
     with pytest.raises(RuntimeError, match="offset"):
         Runner([False, False, True]).sample_tokens(None)
 
 
-def test_an_unfinished_prompt_keeps_its_generator() -> None:
+def test_unfinished_prompt_keeps_its_generator() -> None:
     runner = Runner([True, True, False, True])
     before = states(runner)
     sample_tokens(runner, None)

@@ -126,7 +126,7 @@ def test_defaults_sample_the_full_distribution(vllm: FakeVllm) -> None:
     assert "model" not in body
 
 
-def test_the_likeliest_tokens_follow_the_sampled_one(vllm: FakeVllm) -> None:
+def test_likeliest_tokens_follow_the_sampled_one(vllm: FakeVllm) -> None:
     answer = vllm.http.post("/generate", json={**BODY, "n": 1, "logprobs": 2}).json()
     assert answer["logprobs"] == [
         [[{"10": -0.5, "900": -1.0, "901": -2.0}], [{"20": -0.5, "900": -1.0, "901": -2.0}]],
@@ -134,7 +134,7 @@ def test_the_likeliest_tokens_follow_the_sampled_one(vllm: FakeVllm) -> None:
     assert list(answer["logprobs"][0][0][0]) == ["10", "900", "901"], "a client takes the first for the sampled one"
 
 
-def test_a_teacher_gets_the_log_probabilities_of_the_prompt(vllm: FakeVllm) -> None:
+def test_teacher_gets_log_probabilities_of_the_prompt(vllm: FakeVllm) -> None:
     body = {"prompt": {"prompt_token_ids": [5, 6]}, "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "max_tokens": 1}
     answer = vllm.http.post("/generate", json=body).json()
     assert answer["prompt_logprobs"] == [None, {"6": -2.0, "7": -0.1}]
@@ -162,7 +162,7 @@ def test_prompt_may_be_a_string(vllm: FakeVllm, prompt: Any) -> None:
         ('{"prompt": {"prompt_token_ids": [1], "multi_modal_data": {}}}', "prompt must be one string"),
     ],
 )
-def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: str) -> None:
+def test_invalid_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: str) -> None:
     answer = vllm.http.post("/generate", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert words in answer.json()["detail"]
@@ -189,12 +189,12 @@ def test_vllms_refusals_are_passed_through(vllm: FakeVllm) -> None:
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "n is too large")
 
 
-def test_without_the_servers_key_nothing_is_generated(vllm: FakeVllm) -> None:
+def test_generate_requires_the_servers_key(vllm: FakeVllm) -> None:
     answer = TestClient(vllm.app).post("/generate", json=BODY)
     assert (answer.status_code, vllm.bodies) == (401, [])
 
 
-def test_the_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
+def test_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
     headers = {"x-request-id": "7", "accept-encoding": "gzip", "content-type": "application/json"}
     vllm.http.post("/generate", content=json.dumps(BODY), headers=headers)
     inside = vllm.bodies[0]["headers"]
@@ -210,16 +210,14 @@ def test_the_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
         ([f"{ADAPTER}-3", f"{ADAPTER}-4", "mine"], f"{ADAPTER}-4"),
     ],
 )
-def test_the_trained_adapter_answers_unless_a_model_is_named(
-    vllm: FakeVllm, served: list[str], model: str | None
-) -> None:
+def test_trained_adapter_is_the_default_model(vllm: FakeVllm, served: list[str], model: str | None) -> None:
     vllm.models.lora_requests = dict.fromkeys(served)
     vllm.http.post("/generate", json=BODY)
     vllm.http.post("/generate", json={**BODY, "model": "base"})
     assert [request.get("model") for request in vllm.bodies] == [model, "base"]
 
 
-def test_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
+def test_base_model_never_stands_in_for_a_trained_adapter(vllm: FakeVllm) -> None:
     claim, first = vllm.app.state.bridge_adapters, SimpleNamespace(lora_name=ADAPTER)
     asyncio.run(vllm.models.load_lora_adapter(first))
     claim._fence.take_lease(Holder.current(), "runs/a")
@@ -239,7 +237,7 @@ def test_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
     assert "model" not in vllm.bodies[-1]
 
 
-def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> None:
+def test_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> None:
     claim = vllm.app.state.bridge_adapters
     asyncio.run(vllm.models.load_lora_adapter(SimpleNamespace(lora_name=ADAPTER)))
     claim._fence.take_lease(Holder.current(), "runs/a")
@@ -322,11 +320,11 @@ def test_each_set_of_fields_is_logged_once_with_its_values(
     assert "generation_config.json" in line
 
 
-def test_a_filtered_rollout_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_filtered_rollout_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert logged(caplog, {"top_p": 0.9}, name=f"0_{FILTERED}7") == []
 
 
-def test_the_same_fields_with_other_values_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_with_other_values_are_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     assert len(logged(caplog, {"top_p": 0.9}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 5, "top_p": 0.8})) == 3
 
 

@@ -165,7 +165,7 @@ def with_lora() -> Any:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_padding_is_what_belongs_to_no_token() -> None:
+def test_padding_is_the_part_without_tokens() -> None:
     model: Any = Model()
     assert loading.padding(model) == {"embed.weight": (PADDED - VOCABULARY) * HIDDEN}
     model.embed.shard_indices.num_org_elements = PADDED
@@ -264,7 +264,7 @@ def test_moved_or_deleted_parameter_is_detected() -> None:
     assert sorted(addresses.moved()) == ["mlp.gate_up_proj.weight", "norm.weight"]
 
 
-def test_the_weights_of_a_runner_are_watched_after_the_load() -> None:
+def test_weights_of_a_runner_are_watched_after_loading() -> None:
     class Runner:
         bridge_addresses: placement.Addresses
 
@@ -452,7 +452,7 @@ def tied_record(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch)
     return loaded(process, monkeypatch, empty)
 
 
-def test_a_head_that_vllm_ties_after_loading_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_that_vllm_ties_after_loading_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, Qwen3-0.6B, whose files contain the embedding twice."""
     record = tied_record(_tie, monkeypatch)
     assert record.refusal is None

@@ -147,7 +147,7 @@ def test_partial_fused_adapter_is_left_out() -> None:
     assert placement.lora_slots(model, alone) == {}
 
 
-def test_a_model_without_lora_has_no_slots() -> None:
+def test_model_without_lora_has_no_slots() -> None:
     assert placement.slot_tensors(nn.Linear(2, 2)) == {}
     assert placement.lora_slots(nn.Linear(2, 2), views()) == {}
 
@@ -183,7 +183,7 @@ def test_moved_or_deleted_slot_is_detected() -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_worker_exports_slots_that_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_exports_slots_that_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_slots()
     placement._move_to_shared_memory(model)
     shard = Shard.model_validate_json(worker(model, monkeypatch).bridge_export())
@@ -196,7 +196,7 @@ def test_a_worker_exports_slots_that_can_be_opened(monkeypatch: pytest.MonkeyPat
     assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
 
 
-def test_slots_of_a_rank_match_its_part_of_the_weights() -> None:
+def test_slots_of_a_rank_match_its_weight_shard() -> None:
     """The second of two ranks has half the outputs of column-parallel and half the inputs of row-parallel layers."""
     model: Any = nn.Module()
     column, row = slots(8, HIDDEN), slots(HIDDEN, 6)

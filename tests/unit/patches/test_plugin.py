@@ -150,7 +150,7 @@ def test_children_die_with_a_killed_parent(tmp_path: Path, method: str, temper: 
     assert left(family) == []
 
 
-def test_a_child_forked_later_ends_with_its_parent(tmp_path: Path) -> None:
+def test_child_forked_later_exits_with_its_parent(tmp_path: Path) -> None:
     eldest = start(FORGETFUL, tmp_path)
     child = find(tmp_path, "child")
     eldest.kill()
@@ -158,7 +158,7 @@ def test_a_child_forked_later_ends_with_its_parent(tmp_path: Path) -> None:
     assert left([child]) == []
 
 
-def test_children_are_left_to_a_parent_that_exits_normally(tmp_path: Path) -> None:
+def test_normal_exit_of_the_parent_does_not_kill_children(tmp_path: Path) -> None:
     code = (
         "import multiprocessing, sys, time; from bridge_patches import plugin\n"
         "def child(): plugin.end_with_parent(); time.sleep(0.5); sys.exit(7)\n"

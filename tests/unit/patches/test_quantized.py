@@ -82,7 +82,7 @@ def test_sources_are_kept_and_fp8_follows_them(how: Quantization, replace: Any) 
     torch.testing.assert_close(back, -3 * before[DOWN].float(), rtol=0.07, atol=1e-2)
 
 
-def test_a_layer_that_is_processed_twice_keeps_its_source(replace: Any) -> None:
+def test_layer_processed_twice_keeps_its_source(replace: Any) -> None:
     model: Any = Model()
     quantize(model, "fp8_per_block", replace)
     source = quantized.parameters(model)[DOWN]
@@ -107,7 +107,7 @@ def test_fp8_in_a_different_form_is_refused_by_name(harm: str, replace: Any) -> 
         quantized.refuse_other_layouts(weights)
 
 
-def test_a_kernel_that_drops_the_scales_is_refused(replace: Any) -> None:
+def test_kernel_that_drops_the_scales_is_refused(replace: Any) -> None:
     model: Any = Model()
     quantize(model, "fp8_per_block", replace)
     del model.mlp["down_proj"].weight_scale_inv
@@ -146,7 +146,7 @@ class Loader(test_loading.Loader):
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_quantized_model_is_shared_if_its_fp8_is_exact(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
+def test_quantized_model_is_shared_only_if_its_fp8_is_exact(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
     monkeypatch.setattr("bridge.weights.skeleton.build", lambda *_, **__: skeleton(SHAPES))
     loader = Loader(is_exact=is_exact)
     model = loading.watched(lambda: loader.load_model(test_loading.CONFIG), loader, test_loading.CONFIG)
@@ -182,7 +182,7 @@ def test_worker_exports_sources_and_requantizes_them(monkeypatch: pytest.MonkeyP
     assert worker.bridge_synchronize() == [], "nothing has moved"
 
 
-def test_weights_get_memory_when_they_are_created(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_layers_allocate_weights_at_creation(monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[str] = []
     layerwise: Any = ModuleType("vllm.model_executor.model_loader.reload.layerwise")
     layerwise._get_original_loader = lambda parameter: parameter.weight_loader.__wrapped__

@@ -89,7 +89,7 @@ class Engine:
         return output.routed_experts
 
 
-def test_a_request_reports_its_prompt_and_every_token(in_cache: ExpertsInCache) -> None:
+def test_request_reports_experts_of_prompt_and_completion(in_cache: ExpertsInCache) -> None:
     engine = Engine(in_cache)
     engine.step(new={ONE: ([3, 5], 0, 4), OTHER: ([7], 0, 3)})  # the remaining prompt follows
     engine.step(cached={OTHER: (None, 3, 1), ONE: (None, 4, 3)})
@@ -148,7 +148,7 @@ def test_experts_of_a_discarded_token_are_dropped(in_cache: ExpertsInCache) -> N
 
 
 @pytest.mark.parametrize("how", ["resumed", "new"])
-def test_prompt_restarted_before_any_token_has_one_version(in_cache: ExpertsInCache, how: str) -> None:
+def test_prompt_restarted_before_sampling_has_one_version(in_cache: ExpertsInCache, how: str) -> None:
     engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 2)})
     engine.version = 1
@@ -211,7 +211,7 @@ class Router:
 
 
 @pytest.mark.parametrize(("num_experts", "kind"), [(256, np.uint8), (300, np.int16)])
-def test_a_worker_records_every_layer(num_experts: int, kind: type) -> None:
+def test_worker_records_the_experts_of_every_layer(num_experts: int, kind: type) -> None:
     routers = [Router(num_experts), Router(num_experts)]
     recorder = Recorder(routers, 5, torch.device("cpu"))
     assert recorder.may_report, "a CPU computes no example beforehand"

@@ -165,7 +165,7 @@ def test_update_with_a_sleeping_kv_cache_over_http(http: TestClient, app: FastAP
     assert engine.awake
 
 
-def test_the_lease_over_http(http: TestClient, app: FastAPI) -> None:
+def test_lease_over_http(http: TestClient, app: FastAPI) -> None:
     parent = {"holder": holder_of(os.getppid()).model_dump(mode="json")}
     taken = Status.model_validate_json(http.post("/bridge/lease", json={**HOLDER, "run": "runs/first"}).content)
     assert taken.lease
@@ -191,7 +191,7 @@ def test_the_lease_over_http(http: TestClient, app: FastAPI) -> None:
     assert http.request("DELETE", "/bridge/lease", json=HOLDER).json()["lease"] is None
 
 
-def test_an_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> None:
+def test_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> None:
     class Busy(FakeEngine):
         paused = False
 
@@ -215,7 +215,7 @@ def test_an_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> N
     assert not engine.paused
 
 
-def test_the_status_has_the_checkpoint_and_versions_only_rise(http: TestClient) -> None:
+def test_status_has_the_checkpoint_and_version_only_rises(http: TestClient) -> None:
     paused = http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": "/saved/step_6"})
     assert paused.json()["last_checkpoint"] == "/saved/step_6"
     assert http.post("/bridge/publish", json={**after(0), "version": 6}).json()["version"] == 6
@@ -333,7 +333,7 @@ def test_malformed_request_is_not_a_server_error(http: TestClient, body: Any) ->
     assert http.post("/bridge/tensors/read", json=body).status_code == 422
 
 
-def test_every_response_has_the_version_or_both_versions(http: TestClient, app: FastAPI) -> None:
+def test_every_response_has_the_version_or_version_range(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_fence.version = 3
     assert http.get("/v1/quick").headers[VERSION_HEADER] == "3"
     assert http.get("/v1/updated").headers[VERSION_HEADER] == "3-4"
@@ -353,7 +353,7 @@ def write_when_listening(url: str, path: Path) -> None:
     asyncio.run(asyncio.wait_for(exporter.write_when_listening(exported, path), 20))
 
 
-def test_the_manifest_is_written_once_the_server_is_healthy(tmp_path: Path) -> None:
+def test_manifest_is_written_once_the_server_is_healthy(tmp_path: Path) -> None:
     path = tmp_path / manifests.MANIFEST_NAME
     was_written: list[bool] = []
 
@@ -367,7 +367,7 @@ def test_the_manifest_is_written_once_the_server_is_healthy(tmp_path: Path) -> N
     assert manifests.load(path).url == server.url
 
 
-def test_an_unhealthy_server_is_not_polled_without_pause(tmp_path: Path) -> None:
+def test_unhealthy_server_is_polled_with_pauses(tmp_path: Path) -> None:
     num_asked = 0
 
     def answers(_: http_server.HttpRequest) -> http_server.Answer:

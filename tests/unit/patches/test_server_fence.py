@@ -160,7 +160,7 @@ def test_failed_pause_resumes_and_can_be_retried(
     run(passage())
 
 
-def test_concurrent_pauses_let_one_process_in() -> None:
+def test_concurrent_pauses_admit_one_process() -> None:
     child = living()
     other = holder_of(child.pid)
     engine = FakeEngine()
@@ -220,7 +220,7 @@ def test_torn_refusal_names_the_last_checkpoint(tmp_path: Path, is_there: bool) 
     run(passage())
 
 
-def test_writer_without_a_checkpoint_keeps_the_last() -> None:
+def test_writer_without_a_checkpoint_keeps_the_previous_one() -> None:
     fence = ServerFence(FakeEngine(), manifest())
 
     async def passage() -> None:
@@ -248,7 +248,7 @@ def test_versions_never_decrease() -> None:
     run(passage())
 
 
-def test_an_invisible_holder_is_refused_the_fence() -> None:
+def test_holder_in_another_namespace_is_refused_the_fence() -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
     dead = dead_holder()
@@ -263,7 +263,7 @@ def test_an_invisible_holder_is_refused_the_fence() -> None:
     run(passage())
 
 
-def test_torn_weights_need_weights_and_adapters_an_adapter() -> None:
+def test_torn_state_is_repaired_only_by_the_same_kind_of_write() -> None:
     engine = FakeEngine()
     child = living()
     fence = ServerFence(engine, manifest())
@@ -328,7 +328,7 @@ def test_server_that_cannot_sleep_refuses_the_pause() -> None:
 
 
 @pytest.mark.parametrize("failing", ["pause", "synchronize", "reset"])
-def test_a_failure_before_the_sleep_wakes_nothing(failing: str) -> None:
+def test_failure_before_the_sleep_wakes_nothing(failing: str) -> None:
     engine = FakeEngine(failing=failing)
 
     async def passage() -> None:
@@ -379,7 +379,7 @@ def test_failed_pause_retries_until_memory_is_free(ends: bool) -> None:
 
 
 @pytest.mark.parametrize("leave", [ServerFence.publish, ServerFence.release])
-def test_a_kv_cache_without_memory_keeps_the_fence_held(
+def test_fence_is_held_until_the_kv_cache_has_memory(
     leave: Callable[[ServerFence, Holder], Coroutine[Any, Any, None]], tmp_path: Path
 ) -> None:
     engine = FakeEngine()
@@ -402,7 +402,7 @@ def test_a_kv_cache_without_memory_keeps_the_fence_held(
 
 
 @pytest.mark.parametrize("failing", ["", "synchronize"])
-def test_a_takeover_wakes_the_kv_cache_of_a_dead_holder(failing: str) -> None:
+def test_takeover_wakes_the_kv_cache_of_a_dead_holder(failing: str) -> None:
     engine = FakeEngine()
     child = living()
     fence = sleeper(engine)
@@ -428,7 +428,7 @@ def test_a_takeover_wakes_the_kv_cache_of_a_dead_holder(failing: str) -> None:
         end(child)
 
 
-def test_a_second_pause_may_let_the_kv_cache_sleep() -> None:
+def test_second_pause_may_put_the_kv_cache_to_sleep() -> None:
     engine = FakeEngine()
     fence = sleeper(engine)
 

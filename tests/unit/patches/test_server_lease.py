@@ -76,7 +76,7 @@ def test_only_the_holder_can_return_a_lease(fence: ServerFence, other: Holder) -
     fence.take_lease(ME, "runs/second")
 
 
-def test_the_lease_of_a_dead_process_is_free(fence: ServerFence, child: subprocess.Popen[bytes], other: Holder) -> None:
+def test_lease_of_a_dead_process_is_free(fence: ServerFence, child: subprocess.Popen[bytes], other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     end(child)
     assert fence.status().lease is None
@@ -89,7 +89,7 @@ def test_process_in_another_namespace_gets_no_lease(fence: ServerFence) -> None:
         fence.take_lease(elsewhere(), "runs/elsewhere")
 
 
-def test_a_reader_that_dies_leaves_nothing_torn(
+def test_reader_that_dies_leaves_nothing_torn(
     fence: ServerFence, engine: FakeEngine, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
@@ -117,7 +117,7 @@ def test_lease_is_not_granted_while_another_holds_the_fence(fence: ServerFence, 
     run(passage())
 
 
-def test_a_lease_outlives_its_return_inside_the_fence(
+def test_lease_returned_inside_the_fence_is_kept(
     fence: ServerFence, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
@@ -165,7 +165,7 @@ def test_publication_with_a_lost_response_happens_once(fence: ServerFence, engin
     run(passage())
 
 
-def test_a_late_repeated_publication_ends_no_later_pause(fence: ServerFence, engine: FakeEngine) -> None:
+def test_late_publication_retry_does_not_end_a_later_pause(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
         await fence.pause(asking(ME, "keep"))
         await fence.publish(ME, after=0)
@@ -179,7 +179,7 @@ def test_a_late_repeated_publication_ends_no_later_pause(fence: ServerFence, eng
     run(passage())
 
 
-def test_a_publication_that_could_not_resume_is_retried(fence: ServerFence, engine: FakeEngine) -> None:
+def test_publication_that_could_not_resume_is_retried(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
         await fence.pause(asking(ME, "keep"))
         engine.failing = "resume"
@@ -206,7 +206,7 @@ def test_pausing_again_to_read_does_not_end_writing(
     run(passage())
 
 
-def test_a_stopped_writer_keeps_the_fence(fence: ServerFence, child: subprocess.Popen[bytes], other: Holder) -> None:
+def test_suspended_writer_keeps_the_fence(fence: ServerFence, child: subprocess.Popen[bytes], other: Holder) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
         await fence.pause(asking(other, "keep"))
@@ -223,7 +223,7 @@ def test_a_stopped_writer_keeps_the_fence(fence: ServerFence, child: subprocess.
     run(passage())
 
 
-def test_a_death_in_a_pending_pause_leaves_the_server_serving(child: subprocess.Popen[bytes], other: Holder) -> None:
+def test_holder_death_in_a_pending_pause_resumes_the_server(child: subprocess.Popen[bytes], other: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
@@ -244,7 +244,7 @@ def test_a_death_in_a_pending_pause_leaves_the_server_serving(child: subprocess.
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_a_disconnected_trainer_does_not_get_its_pause(drained: bool) -> None:
+def test_disconnected_trainer_does_not_get_its_pause(drained: bool) -> None:
     async def passage() -> None:
         engine = Draining()
         fence, left = ServerFence(engine, manifest()), asyncio.Event()
@@ -265,7 +265,7 @@ def test_a_disconnected_trainer_does_not_get_its_pause(drained: bool) -> None:
     run(passage())
 
 
-def test_a_death_in_a_pending_takeover_leaves_it_torn(child: subprocess.Popen[bytes], other: Holder) -> None:
+def test_holder_death_in_a_pending_takeover_leaves_it_torn(child: subprocess.Popen[bytes], other: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
@@ -281,7 +281,7 @@ def test_a_death_in_a_pending_takeover_leaves_it_torn(child: subprocess.Popen[by
     run(passage())
 
 
-def test_a_lease_taken_during_a_pending_pause_wins(other: Holder) -> None:
+def test_lease_taken_during_a_pending_pause_wins(other: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
@@ -296,7 +296,7 @@ def test_a_lease_taken_during_a_pending_pause_wins(other: Holder) -> None:
     run(passage())
 
 
-def test_a_death_while_a_publication_resumes_tears_nothing(child: subprocess.Popen[bytes], other: Holder) -> None:
+def test_holder_death_after_publication_leaves_nothing_torn(child: subprocess.Popen[bytes], other: Holder) -> None:
     class Slow(FakeEngine):
         async def resume_generation(self) -> None:
             reached.set()
@@ -362,7 +362,7 @@ def test_single_rank_is_a_different_holder(fence: ServerFence, ranks: Holder, pr
     run(passage())
 
 
-def test_a_lease_is_free_when_all_ranks_have_ended(fence: ServerFence, processes: Processes, ranks: Holder) -> None:
+def test_lease_is_free_when_all_ranks_have_exited(fence: ServerFence, processes: Processes, ranks: Holder) -> None:
     fence.take_lease(ranks, "runs/first")
     end(processes[0])
     with pytest.raises(AttachError, match=f"pid {processes[0].pid}, run runs/first"):
@@ -392,7 +392,7 @@ async def _write(fence: ServerFence, holder: Holder) -> None:
 
 @pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.parametrize("call", [ServerFence.publish, ServerFence.release, _write])
-def test_a_rank_that_dies_writing_leaves_the_weights_torn(
+def test_rank_that_dies_writing_leaves_the_weights_torn(
     fence: ServerFence, engine: FakeEngine, processes: Processes, ranks: Holder, leads: bool, call: Call
 ) -> None:
     async def passage() -> None:
@@ -442,7 +442,7 @@ def test_holder_losing_a_rank_does_not_get_a_pending_pause(processes: Processes,
     run(passage())
 
 
-def test_reading_ranks_hold_the_fence_until_the_last_ends(
+def test_reading_ranks_hold_the_fence_until_the_last_exits(
     fence: ServerFence, engine: FakeEngine, processes: Processes, ranks: Holder
 ) -> None:
     async def passage() -> None:

@@ -43,7 +43,7 @@ The largest gradient is never released.
 
 
 @pytest.mark.parametrize(("way", "name"), [(way, name) for way, sizes in TABLE.items() for name in sizes])
-def test_bytes_per_parameter_are_as_computed_by_hand(way: tuple[str, bool, bool], name: str) -> None:
+def test_bytes_per_parameter_match_a_hand_computation(way: tuple[str, bool, bool], name: str) -> None:
     optimizer, offloaded, released = way
     need = need_of(name, optimizer=optimizer, offload_optimizer=offloaded, gradient_release=released)
     gib, thousands = TABLE[way][name]
@@ -76,7 +76,7 @@ def test_gpus_share_the_offloaded_state(num_ranks: int) -> None:
     assert need_of("7B", offload_optimizer=True, gpus=4, num_ranks=num_ranks, **two).host == 6 * PARAMETERS["7B"]
 
 
-def test_released_gradient_is_held_three_times_on_several_gpus() -> None:
+def test_released_gradient_exists_three_times_on_several_gpus() -> None:
     alone, shared = (need_of("7B", gradient_release=True, gpus=gpus) for gpus in (1, 2))
     assert shared.gradients == 3 * alone.gradients
     assert shared.state == alone.state / 2
@@ -100,7 +100,7 @@ def test_adapter_is_trained_beside_a_frozen_base() -> None:
     assert split.own == disk.own + 2 * PARAMETERS["7B"], "a sharded base is copied in full"
 
 
-def test_frozen_reference_is_held() -> None:
+def test_frozen_reference_counts_toward_memory() -> None:
     assert need_of("7B", reference_model="r", kl_coef=0.1).own == 2 * PARAMETERS["7B"]
 
 
@@ -129,7 +129,7 @@ def test_micro_batch_tokens_follow_the_choices() -> None:
     assert kept.least_activations == kept.most_activations > need_of("7B", micro_batch_tokens=2000).least_activations
 
 
-def test_a_gpu_holds_the_activations_of_its_slice() -> None:
+def test_gpu_holds_only_the_activations_of_its_slice() -> None:
     choices = {"gpus": 2, "max_new_tokens": 65_536, "batch_size": 16}
     whole, cut = need_of("7B", **choices), need_of("7B", **choices, context_parallel_size=2)
     assert cut.least_activations == pytest.approx(whole.least_activations / 2, rel=1e-3)
@@ -161,7 +161,7 @@ def test_kv_cache_sleeps_if_it_fits_only_then() -> None:
     assert fit(need, kv_sleep="never").lacking > 0
 
 
-def test_lacking_bytes_would_make_it_fit() -> None:
+def test_adding_the_missing_bytes_makes_the_run_fit() -> None:
     need = need_of("14B", optimizer="adamw")
     lacking = fit(need).lacking
     assert 64 * GIB < lacking < 65 * GIB

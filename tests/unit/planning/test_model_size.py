@@ -54,7 +54,7 @@ def test_dense_model_is_counted_exactly(size: str, tmp_path: Path) -> None:
         (QWEN15_MOE, 14_315_784_192, 4 * 1408 + 5632),
     ],
 )
-def test_experts_are_all_counted_and_some_are_active(config: dict[str, Any], num_params: int, active: int) -> None:
+def test_all_experts_are_counted_and_some_are_active(config: dict[str, Any], num_params: int, active: int) -> None:
     dimensions = Dimensions.of(config)
     assert dimensions.num_params == pytest.approx(num_params, rel=1e-4)
     assert dimensions.active == active
@@ -95,11 +95,11 @@ def test_layer_types_follow_from_the_attention_interval() -> None:
     assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * 2
 
 
-def test_adapter_is_counted_as_pefts() -> None:
+def test_adapter_parameter_count_matches_peft() -> None:
     assert 16 * Dimensions.of(qwen2("7B")).adaptable == 40_370_176
 
 
-def test_adapter_of_experts_is_counted() -> None:
+def test_expert_adapter_parameters_are_counted() -> None:
     """Qwen3-30B-A3B: 1.5 GiB in bf16 at rank 16."""
     widths = Dimensions.of({
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 48,
@@ -120,7 +120,7 @@ def test_weights_in_the_folder_are_counted_exactly(tmp_path: Path) -> None:
     assert (size.num_params, size.exact) == (208, True)
 
 
-def test_missing_file_of_an_index_makes_an_estimate(tmp_path: Path) -> None:
+def test_missing_weight_file_leads_to_an_estimate(tmp_path: Path) -> None:
     folder = folder_of(qwen2("7B"), tmp_path / "m")
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

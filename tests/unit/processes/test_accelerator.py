@@ -41,7 +41,7 @@ def test_trainer_gets_memory_vllm_does_not_need(tmp_path: Path) -> None:
     assert derived.reason == ("7.62B parameters: of 140 GiB training needs 87, and at least 3 for activations")
 
 
-def test_a_longer_sequence_gets_a_larger_share(tmp_path: Path) -> None:
+def test_longer_sequence_gets_a_larger_gpu_share(tmp_path: Path) -> None:
     shares = [share_of(tmp_path, max_model_len=tokens).share for tokens in (1024, 32768, 131072)]
     assert shares == sorted(shares)
     assert shares[2] * 140 > 14.2 + 4.5 + 131072 * 57344 / GIB
@@ -71,7 +71,7 @@ def test_training_memory_follows_its_choices(tmp_path: Path, choices: dict[str, 
     assert f"training needs {needs}, " in share_of(tmp_path, **choices).reason
 
 
-def test_a_run_that_fits_only_asleep_gets_the_larger_share(tmp_path: Path) -> None:
+def test_run_that_fits_only_asleep_gets_the_larger_share(tmp_path: Path) -> None:
     derived = share_of(tmp_path, size="32B", offload_optimizer=True)
     assert derived.share == 0.9
     assert derived.reason.endswith("while the KV cache sleeps")
@@ -93,7 +93,7 @@ def test_untrainable_model_still_gets_vllms_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_a_trainer_on_another_device_leaves_vllm_the_gpu(tmp_path: Path, device: str) -> None:
+def test_trainer_on_another_device_leaves_the_gpu_to_vllm(tmp_path: Path, device: str) -> None:
     derived = share_of(tmp_path, mode="none", trainer_device=device)
     assert derived == MemoryShare(0.9, "the trainer is on another device")
 
@@ -104,12 +104,12 @@ def test_sharded_weights_are_trained_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
-def test_the_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> None:
+def test_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> None:
     given: dict[str, Any] = {"ranks": 2, "mode": mode, "gib": 24, "batch_size": 256}
     assert share_of(tmp_path, gpus=2, **given) == share_of(tmp_path, **given)
 
 
-def test_a_model_of_unknown_size_gets_a_default_share() -> None:
+def test_model_of_unknown_size_gets_a_default_share() -> None:
     derived = accelerator.derive(ServeConfig(model="org/name-of-none"), gpu_bytes=80 * GIB)
     assert derived.share == accelerator.UNKNOWN_SHARE
     assert "is unknown until it is loaded" in derived.reason
@@ -192,7 +192,7 @@ class Driver:
         return 0
 
 
-def test_lowest_capability_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowest_gpu_capability_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for capabilities, least in {((9, 0), (8, 9)): (8, 9), ((8, 0),): (8, 0), (): None}.items():
         monkeypatch.setattr("ctypes.CDLL", lambda _, of=capabilities: Driver(*of))
         assert accelerator.capability() == least

@@ -83,7 +83,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_child_leads_its_own_session(tmp_path: Path) -> None:
+def test_child_leads_its_own_session(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
     grandchild(child)
     assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
@@ -93,7 +93,7 @@ def test_a_child_leads_its_own_session(tmp_path: Path) -> None:
     assert not child.is_alive()
 
 
-def test_stopping_ends_the_whole_tree(tmp_path: Path) -> None:
+def test_stop_ends_the_entire_process_tree(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
     pid = grandchild(child)
     children.stop(child, grace_s=1)
@@ -109,7 +109,7 @@ def test_stop_kills_children_that_ignore_sigterm(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
-def test_stopping_several_children_waits_concurrently(tmp_path: Path) -> None:
+def test_stop_waits_for_several_children_concurrently(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
@@ -121,7 +121,7 @@ def test_stopping_several_children_waits_concurrently(tmp_path: Path) -> None:
     children.stop()
 
 
-def test_stopping_finds_the_orphans_of_a_child_that_has_died(tmp_path: Path) -> None:
+def test_stop_finds_the_orphans_of_a_dead_child(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
     pid = grandchild(child)
     os.kill(child.process.pid, signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_stopping_finds_the_orphans_of_a_child_that_has_died(tmp_path: Path) -> 
     assert is_gone(pid)
 
 
-def test_stopping_leaves_other_processes_alone(tmp_path: Path) -> None:
+def test_stop_leaves_unrelated_processes_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     children.stop(start(FAMILY, tmp_path), grace_s=0.3)
     assert stranger.poll() is None
@@ -235,7 +235,7 @@ def test_orphans_of_a_killed_child_do_not_outlive_the_parent(tmp_path: Path) -> 
     gone_within(leash.GRACE_S + 10, {pid, orphan})
 
 
-def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+def test_child_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     started: list[children.Child] = []
     thread = threading.Thread(target=lambda: started.append(start(FAMILY, tmp_path)))
     thread.start()
@@ -246,7 +246,7 @@ def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     children.stop(*started, grace_s=0.5)
 
 
-def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
+def test_guard_process_exits_with_its_child(tmp_path: Path) -> None:
     child = start("print(1, flush=True)", tmp_path)
     guards = [process for process in psutil.process_iter() if getsid(process.pid) == child.process.pid]
     assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
@@ -270,14 +270,14 @@ def test_output_of_children_is_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "one\ntwo\n"
 
 
-def test_waiting_notices_death_and_keeps_the_exit_code(tmp_path: Path) -> None:
+def test_wait_notices_an_exit_and_keeps_the_exit_code(tmp_path: Path) -> None:
     child = start("import sys; sys.exit(7)", tmp_path)
     assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
     assert child.exit_code() == 7
     children.stop(child, grace_s=0.5)
 
 
-def test_waiting_ends_at_its_limit_and_at_readiness(tmp_path: Path) -> None:
+def test_wait_ends_at_its_limit_or_at_readiness(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
     progress: list[float] = []
     assert not children.wait_until(child, lambda: False, limit_s=0.5, progress=progress.append)
@@ -297,7 +297,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
-def test_the_root_error_is_the_first_one_without_vllms_prefix(tmp_path: Path) -> None:
+def test_root_error_is_the_first_one_without_vllms_prefix(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(LOG)
     assert server_log.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
     assert server_log.last_line(tmp_path / "log") == "last words"
@@ -371,7 +371,7 @@ LINE = "(EngineCore pid=12) INFO 11-24 10:00:00 [core.py:7] "
         ((f"{LINE}Graph capturing finished in 3 secs", "INFO:  Application startup complete."), "opening its port"),
     ],
 )
-def test_phase_is_that_of_the_last_line_that_begins_one(tmp_path: Path, lines: tuple[str, ...], phase: str) -> None:
+def test_last_phase_line_determines_the_start_phase(tmp_path: Path, lines: tuple[str, ...], phase: str) -> None:
     (tmp_path / "log").write_text(f"{LINE}Capturing CUDA graphs\n")
     server_log.begin_log(tmp_path / "log", "started")  # what an earlier server logged does not count
     with (tmp_path / "log").open("a") as log:
@@ -379,7 +379,7 @@ def test_phase_is_that_of_the_last_line_that_begins_one(tmp_path: Path, lines: t
     assert server_log.current_phase(tmp_path / "log") == phase
 
 
-def test_the_seconds_of_each_phase_add_up(tmp_path: Path) -> None:
+def test_seconds_of_each_start_phase_add_up(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
     phases = server_log.StartPhases(log)
@@ -408,7 +408,7 @@ def test_bridge_error_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
     assert (error.message, error.hint) == ("lm_head.weight is repacked", "serve it in bfloat16")
 
 
-def test_a_refusal_that_the_server_prints_is_shown(tmp_path: Path) -> None:
+def test_refusal_printed_by_the_server_is_shown(tmp_path: Path) -> None:
     prefix = "(APIServer pid=12) "
     lines = ("error: lm_head.weight: stride (1, 8) is not contiguous", "", "hint: use --mode none", "INFO shutdown")
     (tmp_path / "log").write_text("\n".join(prefix + line for line in lines))
@@ -426,7 +426,7 @@ def test_error_of_another_program_is_not_a_refusal(tmp_path: Path) -> None:
     assert server_log.own_error(tmp_path / "log") is None
 
 
-def test_the_guard_of_a_child_keeps_no_secrets(tmp_path: Path) -> None:
+def test_guard_process_keeps_no_secrets(tmp_path: Path) -> None:
     environment = os.environ | {"SOME_TOKEN": "hidden-1"}
     child = children.start(
         [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], environment, tmp_path / "log"

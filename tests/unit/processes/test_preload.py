@@ -89,7 +89,7 @@ def test_large_environment_is_passed_without_blocking(log: Path) -> None:
     children.stop(child)
 
 
-def test_an_unused_process_ends() -> None:
+def test_unused_preloaded_process_exits() -> None:
     with preloading() as preloaded:
         assert preloaded._child is not None
         process = psutil.Process(preloaded._child.process.pid)
@@ -108,7 +108,7 @@ def test_garbage_collection_resumes_once_the_server_starts(log: Path) -> None:
 
 
 @pytest.mark.parametrize("argv", [("/bin/true",), (sys.executable, "-c", "pass")])
-def test_other_programs_are_not_run_in_the_process(log: Path, argv: tuple[str, ...]) -> None:
+def test_other_programs_do_not_run_in_the_preloaded_process(log: Path, argv: tuple[str, ...]) -> None:
     with preloading() as preloaded:
         assert preloaded._child is not None
         process = psutil.Process(preloaded._child.process.pid)
@@ -116,7 +116,7 @@ def test_other_programs_are_not_run_in_the_process(log: Path, argv: tuple[str, .
         assert not process.is_running()
 
 
-def test_a_killed_process_is_replaced(log: Path) -> None:
+def test_killed_preloaded_process_is_replaced(log: Path) -> None:
     with preloading() as preloaded:
         child = preloaded._child
         assert child is not None
@@ -125,7 +125,7 @@ def test_a_killed_process_is_replaced(log: Path) -> None:
         assert preloaded.become(command(SHOW), {}, log) is None
 
 
-def test_nothing_is_preloaded_for_a_copied_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_bridge_preloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "plugin_module", lambda _: None)
     with preloading() as preloaded:
         assert preloaded._child is None

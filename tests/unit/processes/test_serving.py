@@ -16,7 +16,7 @@ from bridge.processes import logged_wait
 
 
 @pytest.mark.parametrize("choices", [{"max_modellen": 8}, {"max_model_len": -1}])
-def test_a_choice_that_is_refused_leaves_no_folder(
+def test_refused_choice_leaves_no_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -42,20 +42,20 @@ def refused(command: str, port: int | None = None) -> UsageError:
     return error.value
 
 
-def test_the_models_folder_replaces_its_placeholder() -> None:
+def test_model_folder_replaces_the_placeholder() -> None:
     command = parsed(config("sh --model={model} '{\"a\": 1}' {model}"), {"PATH": os.defpath})
     assert Path(command.argv[0]).is_absolute()
     assert command.argv_for(None)[1:] == ("--model=first", '{"a": 1}', "first")
     assert command.argv_for(Path("/a folder/$x"))[1:] == ("--model=/a folder/$x", '{"a": 1}', "/a folder/$x")
 
 
-def test_variables_in_front_of_the_program_are_its_environment() -> None:
+def test_variables_before_the_program_set_its_environment() -> None:
     command = parsed(config("CUDA_VISIBLE_DEVICES=1 A= sh {model}"), {"PATH": os.defpath, "A": "b"})
     assert command.environment == {"PATH": os.defpath, "CUDA_VISIBLE_DEVICES": "1", "A": ""}
     assert command.argv[1:] == ("{model}",)
 
 
-def test_a_program_beside_this_python_is_found() -> None:
+def test_program_in_the_python_folder_is_found() -> None:
     name = Path(sys.executable).name
     assert parsed(config(f"{name} {{model}}"), {"PATH": "/nowhere"}).argv[0].endswith(f"/{name}")
 
@@ -76,7 +76,7 @@ def test_unstartable_command_is_refused(command: str, message: str) -> None:
     assert message in refused(command).message
 
 
-def test_a_foreign_server_on_the_port_is_left_alone() -> None:
+def test_unrelated_server_on_the_port_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         error = refused("sh {model}", port)

@@ -71,7 +71,7 @@ def test_message_of_unknown_kind_is_refused(message: bytes) -> None:
         messages.loads(message)
 
 
-def test_an_outcome_carries_results_errors_and_interrupts() -> None:
+def test_outcome_carries_results_errors_and_interrupts() -> None:
     sent = Outcome(result=(1,), message=messages.dumps([(1,)]))
     assert Outcome.loads(sent.dumps()).result == (1,)
     error = Outcome.loads(Outcome.of(CheckpointError("a", hint="b")).dumps()).error

@@ -250,7 +250,7 @@ def test_optimizer_without_gradient_sums_is_refused() -> None:
     assert all("Descent does not sum gradients over ranks" in error.message for error in refused), refused
 
 
-def test_gathered_state_is_not_kept() -> None:
+def test_gathered_optimizer_state_is_dropped_after_reading() -> None:
     assert on_ranks(2, read_once) == [(True, True)] * 2
 
 
@@ -309,7 +309,7 @@ def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_error_on_one_rank_is_raised_on_all_and_undone(who: int) -> None:
+def test_error_on_one_rank_is_raised_on_all_and_undone(who: int) -> None:
     outcomes = on_ranks(2, fails, who, UsageError("no", hint="yes"))
     assert outcomes[who] == ["act", "UsageError: no"]
     assert outcomes[1 - who] == ["act", "undo", "UsageError: no"]
@@ -478,9 +478,7 @@ def groups() -> list[Group]:
         (2, {"optimizer": "adamw-4bit", **RELEASED}), (2, {"top_entropy": 0.3, **RELEASED}),
     ],
 )  # fmt: skip
-def test_ranks_train_as_their_summed_gradients_bit_for_bit(
-    groups: list[Group], size: int, choices: dict[str, Any]
-) -> None:
+def test_ranks_train_bitwise_as_with_summed_gradients(groups: list[Group], size: int, choices: dict[str, Any]) -> None:
     results = on_ranks(size, trained, groups, choices)
     expected = summed_alone(groups, size, **{**choices, "gradient_release": False})
     assert not same(expected, weights(base(dtype=torch.bfloat16)))
@@ -582,7 +580,7 @@ def test_rank_without_a_share_takes_part_in_the_step(groups: list[Group]) -> Non
     assert same(one["weights"], third["weights"])
 
 
-def test_a_rank_without_a_share_releases_zeros(groups: list[Group]) -> None:
+def test_rank_without_a_share_contributes_zero_gradients(groups: list[Group]) -> None:
     few = [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))]
     released, straight = (on_ranks(3, trained, few, choices) for choices in (RELEASED, {}))
     for mine in released:
@@ -708,7 +706,7 @@ def interrupted(ranks: Ranks, groups: Sequence[Group], has_been: Event) -> None:
     assert ranks.all_gather_object(ranks.rank) == [0, 1], "they are not together any more"
 
 
-def test_an_interrupt_between_two_sums_leaves_no_rank_waiting(groups: list[Group]) -> None:
+def test_interrupt_between_two_sums_leaves_no_rank_waiting(groups: list[Group]) -> None:
     assert on_ranks(2, interrupted, groups, START.Event()) == [None, None]
 
 
@@ -734,7 +732,7 @@ def listening(ranks: Ranks) -> set[str]:
     }
 
 
-def test_ranks_cannot_be_reached_from_another_host() -> None:
+def test_ranks_listen_only_on_loopback() -> None:
     for addresses in on_ranks(2, listening):
         assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
@@ -800,7 +798,7 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
         return ran(ranks, folder, Reporter(), {"eval_samples": 1}, saved).reward_before
 
 
-def test_all_ranks_have_the_baseline_that_rank_zero_measured(models: Path) -> None:
+def test_all_ranks_get_the_baseline_reward_of_rank_zero(models: Path) -> None:
     (models / "run").mkdir()
     folder_mark.put(models / "run", "run")
     (models / "run" / "evaluations.jsonl").write_text('{"step": 0, "reward_mean": 0.375}\n')
@@ -825,7 +823,7 @@ class InterruptingSave(Reporter):
             SplitMasterAdamW.parts = parts  # type: ignore[method-assign,assignment]
 
 
-def test_an_interrupt_during_a_save_leaves_no_rank_waiting(models: Path) -> None:
+def test_interrupt_during_a_save_leaves_no_rank_waiting(models: Path) -> None:
     for error in on_ranks(2, ran, models, InterruptingSave(), {"save_interval": 1, "training_steps": 9}):
         assert isinstance(error, KeyboardInterrupt)
     assert checkpoint.read(models / "saved" / "step_1").progress.step == 1

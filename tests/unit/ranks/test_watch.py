@@ -38,7 +38,7 @@ def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(("size", "num_parts", "who"), [(3, 1, 0), (3, 1, 2), (4, 2, 3)])
-def test_an_error_inside_an_exchange_is_raised_on_all_ranks(size: int, num_parts: int, who: int) -> None:
+def test_error_inside_an_exchange_is_raised_on_all_ranks(size: int, num_parts: int, who: int) -> None:
     error = UsageError("no room for the gradients of this slab", hint="--micro-batch-tokens 512")
     for message, is_broken in on_ranks(size, fails, who, error, tp_size=num_parts):
         assert message.startswith("no room for the gradients of this slab")
@@ -60,7 +60,7 @@ def computes(ranks: Ranks, who: int, error: Exception) -> str:
     return str(met.value)
 
 
-def test_an_error_inside_a_layer_is_raised_on_all_ranks() -> None:
+def test_error_inside_a_layer_is_raised_on_all_ranks() -> None:
     error = UsageError("no layer like this", hint="another one")
     for message in on_ranks(4, computes, 2, error, tp_size=2):
         assert message.startswith("no layer like this")

@@ -8,7 +8,7 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
 
 
-def test_every_group_arrives_whole_and_is_measured() -> None:
+def test_benchmark_measures_every_complete_group() -> None:
     options = argparse.Namespace(groups=12, samples=2, tokens=5, concurrency=4)
     with rollouts.fast_server(2, 5) as url:
         row = rollouts.measure(url, 5, options)

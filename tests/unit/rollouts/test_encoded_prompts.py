@@ -141,7 +141,7 @@ class OfPixtral(Processor):
         return {"input_ids": ids, "pixel_values": torch.zeros(len(images), 3, *largest), "image_sizes": sizes}
 
 
-def test_rows_of_an_image_are_runs_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_image_row_is_a_run_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FAMILIES["Mistral 3"]().save_pretrained(tmp_path)
     tiny.write_tokenizer(tmp_path, tiny.VOCABULARY, (IMAGE, "<|video_pad|>", START, END))
     made = OfPixtral(AutoTokenizer.from_pretrained(tmp_path))
@@ -159,14 +159,14 @@ def test_rows_of_an_image_are_runs_of_its_tokens(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("processor")
-def test_a_prompt_without_images_is_encoded_as_before(model: Path) -> None:
+def test_prompt_without_images_is_encoded_as_text(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     problem: Problem = {"prompt": "ab", "images": []}
     encoded = asyncio.run(Prompts(str(model), tokenizer, {}).encode_beside(problem))
     assert encoded == (problems.encode(tokenizer, problem), None)
 
 
-def test_in_messages_images_come_first_or_where_they_stand(model: Path, tmp_path: Path, processor: Processor) -> None:
+def test_images_come_first_or_at_their_marker(model: Path, tmp_path: Path, processor: Processor) -> None:
     processor.chat_template = TEMPLATE
     path, tokenizer = file(tmp_path, "a.png"), AutoTokenizer.from_pretrained(model)
     system = {"role": "system", "content": "s"}
@@ -180,7 +180,7 @@ def test_in_messages_images_come_first_or_where_they_stand(model: Path, tmp_path
     ]
 
 
-def test_image_in_a_text_stands_where_other_systems_write_it(model: Path, tmp_path: Path, processor: Processor) -> None:
+def test_image_marker_in_text_sets_the_position(model: Path, tmp_path: Path, processor: Processor) -> None:
     """verl, ms-swift and LLaMA-Factory write <image> into the text of a message."""
     processor.chat_template = TEMPLATE
     paths, tokenizer = [file(tmp_path, name) for name in ("a.png", "b.png")], AutoTokenizer.from_pretrained(model)
@@ -201,7 +201,7 @@ def test_image_in_a_text_stands_where_other_systems_write_it(model: Path, tmp_pa
     assert tokenizer.decode(inside) == f"user:what is <image> in HTML?{expanded};"
 
 
-def test_turn_without_content_may_stand_beside_images(model: Path, tmp_path: Path, processor: Processor) -> None:
+def test_turn_without_content_is_allowed_with_images(model: Path, tmp_path: Path, processor: Processor) -> None:
     processor.chat_template = TEMPLATE
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     turns: Any = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "content": None}]
@@ -235,7 +235,7 @@ def test_misfitting_image_inputs_are_refused(model: Path, tmp_path: Path, proces
     assert "wrote 4 image tokens, expected 2" in twice.message
 
 
-def test_models_that_take_no_images_are_refused_by_name(tmp_path: Path) -> None:
+def test_models_without_image_support_are_refused_by_name(tmp_path: Path) -> None:
     path = file(tmp_path, "a.png")
     for config, words in ((tiny.llama(), "is a llama, which has no vision model"), (Gemma3Config(), "on text only")):
         folder = tmp_path / config.model_type
@@ -246,7 +246,7 @@ def test_models_that_take_no_images_are_refused_by_name(tmp_path: Path) -> None:
         assert words in refused.message
 
 
-def test_a_missing_processor_and_cut_passes_are_refused(
+def test_images_need_a_processor_and_unsliced_passes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = file(tmp_path, "a.png")
@@ -263,7 +263,7 @@ def test_a_missing_processor_and_cut_passes_are_refused(
 
 
 @pytest.mark.usefixtures("processor")
-def test_pixels_arrive_at_the_server_and_at_no_rank(model: Path, tmp_path: Path) -> None:
+def test_pixels_are_sent_to_the_server_but_not_to_ranks(model: Path, tmp_path: Path) -> None:
     ids, shown = encode(model, f"a{MARKER}", file(tmp_path, "a.png"))
     assert shown is not None
     body = {"model": "m", "prompt": ids, "n": 1, "max_tokens": 1, "temperature": 1.0, "images": openai_api.sent(shown)}
@@ -289,7 +289,7 @@ def test_different_images_have_different_digests(model: Path, tmp_path: Path) ->
     assert one.digest != other.digest
 
 
-def test_no_more_pixels_are_held_than_requests_may_be_in_flight() -> None:
+def test_pixels_in_memory_are_limited_by_concurrency() -> None:
     """An evaluation starts all of its problems at once."""
     held = most_held = 0
     shown = Images.of((), starts=(), grids=())
@@ -323,7 +323,7 @@ def test_no_more_pixels_are_held_than_requests_may_be_in_flight() -> None:
 
 
 @pytest.mark.usefixtures("processor")
-def test_groups_that_are_not_trained_on_keep_no_pixels(model: Path, tmp_path: Path) -> None:
+def test_untrained_groups_drop_their_pixels(model: Path, tmp_path: Path) -> None:
     problem: Problem = {"prompt": MARKER, "images": [file(tmp_path, "a.png")]}
     config = TrainConfig.of(
         model_name=str(model), batch_size=2, group_size=2, max_new_tokens=8, eval_samples=1,
@@ -350,7 +350,7 @@ def test_groups_that_are_not_trained_on_keep_no_pixels(model: Path, tmp_path: Pa
         assert trained[0].images is not None
 
 
-def test_other_ways_to_sample_refuse_images(model: Path) -> None:
+def test_images_are_refused_outside_run_and_train(model: Path) -> None:
     problem: Problem = {"prompt": "a", "images": ["a.png"]}
     in_parts: Problem = {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": ["a.png"]}
     with pytest.raises(UsageError, match="has images: only bridge run and bridge train support them"):

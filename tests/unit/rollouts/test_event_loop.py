@@ -61,7 +61,7 @@ def test_interrupt_with_lost_call_cancels_its_waiter() -> None:
     loop.close(nothing())
 
 
-def test_an_interrupt_just_after_a_call_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_right_after_a_call_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pressed(Future[Any]):
         def set_result(self, result: Any) -> None:
             super().set_result(result)
@@ -106,7 +106,7 @@ class Presses:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # before the coroutine reaches the loop
 @pytest.mark.timeout(60)
-def test_an_interrupt_at_any_moment_of_the_first_call_is_raised() -> None:
+def test_interrupt_at_any_point_of_the_first_call_is_raised() -> None:
     for number in itertools.count():
         loop, presses = EventLoop(), Presses(number)
         try:

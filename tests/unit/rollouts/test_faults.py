@@ -109,7 +109,7 @@ FAULTS: dict[str, Callable[[HttpRequest], Reaction]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_transient_fault_costs_a_retry_and_no_sample(fault: str) -> None:
+def test_transient_fault_costs_a_retry_but_no_sample(fault: str) -> None:
     with faulty(at_first(1, FAULTS[fault])) as server, sampler() as ours:
         assert sample(ours, server) == EXPECTED
         assert ours.num_retries == len(PROMPTS)
@@ -127,7 +127,7 @@ def test_retries_after_errors_wait_longer_each_time() -> None:
     assert len(set(waits)) == 4  # with jitter: requests that failed together must not come back together
 
 
-def test_waits_grow_no_further_than_their_limit() -> None:
+def test_retry_waits_stop_growing_at_their_limit() -> None:
     assert max(wait_s(10**9) for _ in range(100)) <= WAIT_LIMIT_S
     assert max(wait_s(1) for _ in range(100)) <= FIRST_WAIT_S
 
@@ -170,14 +170,14 @@ def test_permanent_refusal_is_not_retried(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_rejected_key_names_its_variable(status: int) -> None:
+def test_rejected_key_error_names_the_variable(status: int) -> None:
     error, _ = error_of(lambda _: as_json({"error": "Unauthorized"}, status))
     assert type(error) is UsageError  # restarting it would not help
     assert "VLLM_API_KEY" in error.hint
 
 
 @pytest.mark.parametrize("key", [None, "abc"])
-def test_the_key_of_the_environment_goes_with_every_request(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_from_the_environment_is_always_sent(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("VLLM_API_KEY", key)
@@ -186,7 +186,7 @@ def test_the_key_of_the_environment_goes_with_every_request(key: str | None, mon
     assert {request.headers.get("authorization") for request in server.requests} == {key and f"Bearer {key}"}
 
 
-def test_a_hanging_server_is_not_retried_and_is_disconnected() -> None:
+def test_hanging_server_is_disconnected_without_a_retry() -> None:
     error, server = error_of(always(lambda _: Hang()), request_timeout_s=2)
     assert type(error) is ServerUnreachableError
     assert "no answer within 2 s; tried once" in error.message
@@ -194,7 +194,7 @@ def test_a_hanging_server_is_not_retried_and_is_disconnected() -> None:
     assert len(server.completions) == len(server.given_up) == 1
 
 
-def test_an_endless_answer_is_limited_like_a_missing_one() -> None:
+def test_endless_response_times_out_like_a_missing_one() -> None:
     error, _ = error_of(
         always(lambda request: Answer(react(request).body, headers={"content-length": "99999"})), request_timeout_s=2
     )
@@ -213,7 +213,7 @@ def test_lost_server_is_reported_within_seconds() -> None:
     assert sum(waits) < 8
 
 
-def test_invalid_address_is_reported_at_once() -> None:
+def test_invalid_address_is_reported_immediately() -> None:
     with sampler() as ours, pytest.raises(ServerUnreachableError, match="tried once"):
         ours.sample([Endpoint(url="gopher://here")], PROMPTS, num_samples=1, seed=0)
 
@@ -228,7 +228,7 @@ def test_retry_after_is_respected_within_limits(wanted: str | None, waited: floa
     assert all(waited <= wait <= waited + FIRST_WAIT_S for wait in waits)
 
 
-def test_busy_server_delays_nothing_while_another_is_healthy() -> None:
+def test_busy_server_causes_no_delay_if_another_is_healthy() -> None:
     waits = Waits()
     busy = always(lambda _: Answer("busy", 429, {"retry-after": "20"}))
     with faulty(busy) as one, faulty(react) as other, sampler(sleep=waits) as ours:
@@ -270,7 +270,7 @@ def test_invalid_response_is_retried_on_a_different_server() -> None:
         assert sample(ours, one, other) == EXPECTED
 
 
-def test_when_every_server_fails_the_last_one_is_named() -> None:
+def test_error_names_the_last_server_if_all_fail() -> None:
     with (
         faulty(always(FAULTS["500"])) as one,
         faulty(always(lambda _: Hang())) as other,
@@ -306,7 +306,7 @@ def test_equally_busy_servers_are_used_round_robin() -> None:
     assert len(one.completions) == len(other.completions) == len(PROMPTS) / 2
 
 
-def test_versions_names_and_notes_belong_to_each_server() -> None:
+def test_versions_names_and_notes_are_tracked_per_server() -> None:
     def plain(request: HttpRequest) -> Answer:
         if request.method == "GET":
             return as_json({"data": [{"id": "theirs"}]})
@@ -331,7 +331,7 @@ def test_connections_are_reused_within_and_between_calls(monkeypatch: pytest.Mon
         assert 1 <= len(server.connections) <= 3
 
 
-def test_an_idle_connection_closed_by_the_server_costs_nothing() -> None:
+def test_idle_connection_closed_by_server_costs_no_retry() -> None:
     def closes(request: HttpRequest) -> Answer:
         return Answer(react(request).body, headers={"connection": "close"})
 
@@ -387,7 +387,7 @@ def test_groups_arrive_one_by_one_with_their_index() -> None:
     assert sorted(taken) == indices == list(range(len(PROMPTS)))
 
 
-def test_a_slow_caller_holds_up_no_request() -> None:
+def test_slow_caller_does_not_delay_requests() -> None:
     async def take(_index: int, _group: tuple[Completion, ...]) -> None:
         await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
 
@@ -466,7 +466,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_the_sampler_usable(number: signal.Signals) -> None:
+def test_interrupt_leaves_the_sampler_usable(number: signal.Signals) -> None:
     before = signal.signal(number, signal.default_int_handler)
     try:
         with hanging(len(PROMPTS), lambda: interrupt(number)) as server, faulty(react) as well, sampler() as ours:
@@ -482,7 +482,7 @@ def test_an_interrupt_leaves_the_sampler_usable(number: signal.Signals) -> None:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("is_first", [True, False])
-def test_an_interrupt_before_a_task_closes_its_coroutine(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+def test_interrupt_before_a_task_starts_closes_its_coroutine(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
     coroutine = asyncio.sleep(0)
     with sampler() as ours:
         if not is_first:
@@ -603,7 +603,7 @@ def group_of(server: FaultyServer, ours: Sampler) -> Sampled:
     return ours.loop.run(groups.group(lambda: servers, {"prompt": "9+9=" * 99}, num_samples=2, seed=0, index=0))
 
 
-def test_a_prompt_that_is_rejected_costs_its_group() -> None:
+def test_rejected_prompt_loses_only_its_group() -> None:
     with faulty(too_long) as server, sampler() as ours:
         sampled = group_of(server, ours)
     first, second = sampled.results
@@ -677,7 +677,7 @@ def test_cooldown_of_a_failing_server_grows() -> None:
         assert health.is_well()  # it has answered
 
 
-def test_with_all_servers_in_cooldown_the_first_back_is_used() -> None:
+def test_server_whose_cooldown_ends_first_is_used() -> None:
     clock = Clock()
     one, other = (Server(Endpoint(url=url), Health(clock)) for url in ("http://one", "http://other"))
     servers = [one, other]
@@ -689,7 +689,7 @@ def test_with_all_servers_in_cooldown_the_first_back_is_used() -> None:
     assert [next_of(servers) for _ in range(2)] == [one, one]
 
 
-def test_dropped_group_is_freed() -> None:
+def test_memory_of_a_dropped_group_is_freed() -> None:
     taken = list[weakref.ref[Completion]]()
 
     async def take(_: int, group: tuple[Completion, ...]) -> None:

@@ -23,11 +23,11 @@ def test_default_length_is_shortened_to_fit_the_server(longest: int, expected: i
 
 
 @pytest.mark.parametrize("longest", [None, 512, 32_768])
-def test_a_default_that_fits_stays(longest: int | None) -> None:
+def test_default_length_that_fits_is_kept(longest: int | None) -> None:
     assert fitted(longest) == (256, [])
 
 
-def test_given_choice_is_kept_or_refused() -> None:
+def test_chosen_completion_length_is_kept_or_refused() -> None:
     assert fitted(256, max_new_tokens=255) == (255, [])
     for typed in (256, 300):  # the first is also the default
         with pytest.raises(UsageError, match=f"--max-new-tokens {typed} leaves no room for a prompt") as caught:

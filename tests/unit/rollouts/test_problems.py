@@ -63,7 +63,7 @@ def test_order_depends_only_on_the_seed() -> None:
     assert taken(3, 20) != taken(4, 20)
 
 
-def test_few_problems_are_shuffled_as_a_whole() -> None:
+def test_few_problems_are_shuffled_together() -> None:
     expected: list[Problem] = []
     for number in range(3):
         order = list(range(20))
@@ -90,7 +90,7 @@ def numbers(problems: Iterable[Problem], seed: int, number: int) -> list[int]:
     return [int(str(problem["prompt"])) for problem in islice(endless(problems, seed), number)]
 
 
-def test_problems_without_an_end_are_read_as_they_are_needed() -> None:
+def test_endless_problems_are_read_on_demand() -> None:
     problems = Numbers(None)
     drawn = numbers(problems, 0, 3 * WINDOW)
     assert problems.num_read <= 4 * WINDOW
@@ -101,7 +101,7 @@ def test_problems_without_an_end_are_read_as_they_are_needed() -> None:
     assert sum(drawn[:100]) / 100 > WINDOW / 4, "from the whole window"
 
 
-def test_more_problems_than_the_window_come_once_a_pass() -> None:
+def test_each_pass_of_a_large_set_has_every_problem_once() -> None:
     size = 2 * WINDOW + 7
     problems = Numbers(size)
     drawn = numbers(problems, 0, 2 * size)
@@ -110,7 +110,7 @@ def test_more_problems_than_the_window_come_once_a_pass() -> None:
     assert drawn[:size] != sorted(drawn[:size])
 
 
-def test_a_list_is_shuffled_as_a_whole_however_long_it_is() -> None:
+def test_list_of_any_length_is_shuffled_completely() -> None:
     size = 4 * WINDOW
     assert max(numbers(list(Numbers(size)), 0, 100)) > 3 * WINDOW
 
@@ -138,7 +138,7 @@ def test_held_out_problems_come_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize("environment", [Sums(), SumsWithHeldOut([])])
-def test_an_evaluation_without_held_out_problems_is_refused(environment: Sums) -> None:
+def test_evaluation_without_held_out_problems_is_refused(environment: Sums) -> None:
     with pytest.raises(RewardError, match="held-out"):
         held_out(environment)
 
@@ -147,7 +147,7 @@ def test_text_is_encoded_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode(tokenizer, {"prompt": "1+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
 
 
-def test_messages_get_the_templates_generation_prompt(
+def test_messages_are_rendered_with_the_generation_prompt(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
@@ -155,7 +155,9 @@ def test_messages_get_the_templates_generation_prompt(
     assert encoded == tuple(tokenizer.convert_tokens_to_ids(list("1+2=>")))
 
 
-def test_arguments_fill_the_template(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_arguments_are_passed_to_the_template(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{% if short %}={% endif %}")
     messages: Problem = {"prompt": [{"role": "user", "content": "1+2"}]}
     for short, text in ((True, "1+2>="), (False, "1+2>")):
@@ -163,12 +165,12 @@ def test_arguments_fill_the_template(tokenizer: PreTrainedTokenizerBase, monkeyp
 
 
 @pytest.mark.parametrize("prompt", ["1+\ud800=", [{"role": "user", "content": "1+\ud800="}]])
-def test_half_of_a_surrogate_pair_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
+def test_lone_surrogate_in_a_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
     with pytest.raises(RewardError, match=r"the prompt .*ud800.* has half of a surrogate pair"):
         encode(tokenizer, {"prompt": prompt})
 
 
-def test_keys_of_a_message_may_be_anything(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_may_have_any_keys(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     message: Any = {"role": "user", "content": "1+2", ("own", 1): "note"}
     assert problem_fault({"prompt": [message]}) == ""
@@ -196,6 +198,6 @@ def test_messages_rejected_by_the_template_are_a_reward_error(
     assert "\n" not in caught.value.message
 
 
-def test_a_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RewardError, match="no tokens"):
         encode(tokenizer, {"prompt": ""})

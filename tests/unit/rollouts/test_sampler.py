@@ -63,7 +63,7 @@ def bent_choice(**changes: Any) -> Answers:
     return openai(bend)
 
 
-def test_completions_come_in_the_order_of_prompts_and_choices() -> None:
+def test_completions_are_ordered_by_prompt_and_choice() -> None:
     shuffler = random.Random(0)
 
     def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
@@ -117,7 +117,7 @@ BASE = Vocabulary(
 
 
 @pytest.mark.parametrize("is_bridge", [False, True])
-def test_chat_ends_at_the_end_of_a_turn_and_text_does_not(is_bridge: bool) -> None:
+def test_chat_stops_at_the_end_of_a_turn_but_text_does_not(is_bridge: bool) -> None:
     with serving(openai(is_bridge=is_bridge)) as server, sampler(vocabulary=BASE) as ours:
         endpoint = Endpoint(url=server.url)
         ours.sample([endpoint], PROMPTS[:2], num_samples=2, seed=0, are_chat=[True, False])
@@ -128,7 +128,7 @@ def test_chat_ends_at_the_end_of_a_turn_and_text_does_not(is_bridge: bool) -> No
 
 
 @pytest.mark.parametrize("is_bridge", [False, True])
-def test_a_stop_that_is_a_special_token_is_sent_as_its_id(is_bridge: bool) -> None:
+def test_special_token_stop_is_sent_as_its_id(is_bridge: bool) -> None:
     with serving(openai(is_bridge=is_bridge)) as server, sampler(vocabulary=BASE, stop=("x", "<|im_end|>")) as ours:
         ours.sample([Endpoint(url=server.url)], PROMPTS[:1], num_samples=2, seed=0)
         servers = ours.servers_at([Endpoint(url=server.url)])
@@ -150,7 +150,7 @@ def test_plain_openai_server_gets_stop_texts(monkeypatch: pytest.MonkeyPatch) ->
     assert f"{server.url} does not end completions at <|im_end|>, which ends a turn in" in " ".join(lines)
 
 
-def test_tokens_without_an_embedding_never_reach_a_trainer() -> None:
+def test_tokens_without_an_embedding_are_refused() -> None:
     few = replace(BASE, num_embeddings=50)
     with serving(openai()) as server, sampler(vocabulary=few) as ours:
         with pytest.raises(RejectedRequestError, match="token 50 of the prompt is beyond the model's 50 embeddings"):
@@ -161,7 +161,7 @@ def test_tokens_without_an_embedding_never_reach_a_trainer() -> None:
 
 
 @pytest.mark.parametrize("is_bridge", [False, True])
-def test_stop_texts_are_sent_if_there_are_any(is_bridge: bool) -> None:
+def test_stop_strings_are_sent_only_if_configured(is_bridge: bool) -> None:
     with serving(openai(is_bridge=is_bridge)) as server:
         sampled(Endpoint(url=server.url), num_samples=2)
         with sampler(stop=("x", "yz")) as ours:
@@ -191,7 +191,7 @@ def test_seeds_are_unique_and_repeatable() -> None:
     assert max(seeds(2**63 - 1)) < 2**63
 
 
-def test_runs_of_neighboring_seeds_are_far_apart() -> None:
+def test_neighboring_run_seeds_are_far_apart() -> None:
     firsts = sorted(seed_of(run, 0) for run in range(1000))
     gaps = [after - before for before, after in pairwise([*firsts, NUM_CALLS])]
     assert firsts[0] == 0
@@ -201,7 +201,7 @@ def test_runs_of_neighboring_seeds_are_far_apart() -> None:
 
 
 @pytest.mark.parametrize(("header", "version"), [("3", 3), ("0", 0), ("3-4", None), ("", None), ("new", None)])
-def test_the_version_of_a_token_is_never_guessed(header: str, version: int | None) -> None:
+def test_token_version_is_never_guessed(header: str, version: int | None) -> None:
     with serving(openai(version=lambda: header)) as server:
         groups = sampled(Endpoint(url=server.url))
     assert {done.versions for group in groups for done in group} == {(version,) * 3}
@@ -238,7 +238,7 @@ def test_misfitting_choice_is_a_server_error(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"token_ids": None}, {"token_ids": ...}, {"logprobs": None}, {"logprobs": ...}])
-def test_a_server_without_token_ids_is_a_usage_error(changes: dict[str, Any]) -> None:
+def test_server_without_token_ids_is_a_usage_error(changes: dict[str, Any]) -> None:
     error = error_of(bent_choice(**changes))
     assert type(error) is UsageError  # restarting it would not help
     assert "token ids" in error.message
@@ -268,7 +268,7 @@ def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **c
         return ours, ours.sample([endpoint], PROMPTS, num_samples=2, seed=0)
 
 
-def test_a_server_that_rejects_unknown_fields_is_sampled_from() -> None:
+def test_server_that_rejects_unknown_fields_can_be_sampled() -> None:
     _, groups = told_by_text(chr, lambda text: (ord(text),))
     assert [[done.token_ids for done in group] for group in groups] == [
         [(40 + index, 50 + len(prompt)) for index in range(2)] for prompt in PROMPTS
@@ -284,19 +284,19 @@ def test_token_ids_written_as_text_need_no_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("text", "ids", "number"), [("bad", (), "no tokens"), ("\ufffd", (7, 8, 9), "3 tokens"), ("token_id:x", (), "no")]
 )
-def test_text_without_a_single_token_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
+def test_text_that_is_not_exactly_one_token_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
     with pytest.raises(UsageError) as caught:
         told_by_text(lambda _: text, lambda _: ids)
     assert f"{text!r} matches {number}" in caught.value.message
     assert "return_token_ids" in caught.value.hint
 
 
-def test_tokens_as_text_need_a_vocabulary() -> None:
+def test_tokens_returned_as_text_need_a_vocabulary() -> None:
     with pytest.raises(UsageError, match="does not return token ids"):
         told_by_text(chr)
 
 
-def test_token_ids_of_the_server_come_before_any_text() -> None:
+def test_server_token_ids_take_precedence_over_text() -> None:
     with serving(bent_choice(logprobs={"token_logprobs": [-1.0] * 3, "tokens": ["a", "b", "c"]})) as server:
         groups = sampled(Endpoint(url=server.url))
     assert groups[0][1].token_ids == (41, 52, 2)
@@ -386,7 +386,7 @@ def test_experts_are_requested_of_a_server_that_reports_them() -> None:
     assert "experts" not in server.requests[1].body
 
 
-def test_experts_that_do_not_fit_the_tokens_are_refused() -> None:
+def test_experts_that_do_not_match_the_tokens_are_refused() -> None:
     def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         for choice in document["choices"]:
             choice["experts"] = {"kind": "int16", "content": base64.b64encode(bytes(2 * 7)).decode()}
@@ -395,7 +395,7 @@ def test_experts_that_do_not_fit_the_tokens_are_refused() -> None:
     assert "7 experts for" in error_of(openai(bend, is_bridge=True)).message
 
 
-def test_a_version_known_to_the_caller_overrides_the_servers() -> None:
+def test_version_from_the_caller_overrides_the_servers() -> None:
     with serving(openai(version=lambda: "3")) as server:
         groups = sampled(Endpoint(url=server.url, version=0))
     assert groups[0][0].versions == (0, 0, 0)
@@ -435,7 +435,7 @@ def test_unhealthy_server_is_unreachable(kind: str) -> None:
     assert type(error_of(openai(BAD[kind]))) is ServerUnreachableError
 
 
-def test_the_servers_words_are_in_the_error() -> None:
+def test_server_message_is_quoted_in_the_error() -> None:
     assert "EngineDead" in error_of(openai(BAD["500"])).message
 
 

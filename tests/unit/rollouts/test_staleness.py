@@ -40,7 +40,7 @@ class Fake:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_group_is_trained_on_once_and_in_time(seed: int) -> None:
+def test_every_group_is_trained_on_once_within_the_bound(seed: int) -> None:
     chance = random.Random(seed)
     count, max_staleness = chance.randint(1, 5), chance.randint(0, 4)
     at_once = chance.randint(count, count * (max_staleness + 1))
@@ -69,7 +69,7 @@ def test_every_group_is_trained_on_once_and_in_time(seed: int) -> None:
     assert waited > 0
 
 
-def test_groups_started_together_are_taken_in_order() -> None:
+def test_groups_that_start_together_are_taken_in_order() -> None:
     groups = [Fake(number, 1, is_sampled=number != 1, in_order=True) for number in range(6)]
     later = Fake(6, 1, is_sampled=True)  # when there was room again
     given: Any = [later, *groups]
@@ -101,7 +101,7 @@ def length_of_first_steps(seed: int, *, in_order: bool, max_staleness: int = 8, 
     return lengths
 
 
-def test_a_streams_first_steps_train_on_groups_of_every_length() -> None:
+def test_first_steps_train_on_groups_of_every_length() -> None:
     def relative(in_order: bool) -> list[float]:
         runs = [length_of_first_steps(seed, in_order=in_order) for seed in range(40)]
         return [statistics.fmean(of_step) / math.exp(0.6**2 / 2) - 1 for of_step in zip(*runs, strict=True)]
@@ -155,7 +155,7 @@ def streaming(model: Path, bend: Callable[..., Any], *, task: Task | None = None
     return sampled(model, task or Task(), saying(bend), **(fixed | choices))
 
 
-def test_a_step_waits_for_groups_that_would_be_too_old(model: Path) -> None:
+def test_step_waits_for_groups_that_would_be_too_old(model: Path) -> None:
     gate = Gate()
     gate.open()
     with streaming(model, gate) as ours:
@@ -169,7 +169,7 @@ def test_a_step_waits_for_groups_that_would_be_too_old(model: Path) -> None:
         assert time.monotonic() - began > 0.2
 
 
-def test_a_streams_first_step_waits_for_its_first_groups(model: Path) -> None:
+def test_first_step_waits_for_the_first_groups(model: Path) -> None:
     with streaming(model, lambda document, _: document) as ours:
         order = [len(group.prompt_token_ids) - 3 for group in ours.groups(1, 2)]
     gate = Gate(order[0])
@@ -187,7 +187,7 @@ def test_requests_are_in_flight_while_a_step_is_computed(model: Path) -> None:
         assert (posted(ours), ours.stream.num_in_flight) == (8, 6)
 
 
-def test_no_more_groups_than_chosen_are_in_flight(model: Path) -> None:
+def test_groups_in_flight_respect_the_chosen_limit(model: Path) -> None:
     with streaming(model, lambda document, _: document, max_staleness=3, groups_in_flight=3) as ours:
         ours.groups(1, 2)
         assert sum(not group.is_sampled for group in ours.stream._in_flight) <= 3
@@ -216,7 +216,7 @@ def test_every_problem_is_used_once_over_many_steps(model: Path, max_staleness: 
         assert len(set(ours.seeds)) == len(ours.seeds)
 
 
-def test_lost_server_costs_only_in_flight_groups(model: Path) -> None:
+def test_lost_server_loses_only_in_flight_groups(model: Path) -> None:
     dead, answered = threading.Event(), list[HttpRequest]()
 
     def bend(document: dict[str, Any], request: HttpRequest) -> Any:
@@ -272,7 +272,7 @@ def test_groups_without_signal_are_replaced_within_the_bound(model: Path) -> Non
         assert not {*numbers(groups), *numbers(skipped)} & {*numbers(ours.stream.skipped)}
 
 
-def test_time_between_two_steps_counts_against_no_time_limit(model: Path) -> None:
+def test_time_between_steps_does_not_count_as_a_timeout(model: Path) -> None:
     gate = Gate()
     gate.open()
     with streaming(model, gate, request_timeout_s=2.0) as ours:

@@ -137,7 +137,7 @@ def test_unscored_completions_are_left_out_and_reported_once(model: Path, tmp_pa
     assert ours.progress == [(1, 3), (2, 3), (3, 3), (1, 1)]
 
 
-def test_too_many_unscored_name_the_commonest_fault(model: Path) -> None:
+def test_too_many_failed_scores_name_the_commonest_fault(model: Path) -> None:
     def score(_: Problem, text: str) -> float:
         return {"good": 1.0, "fine": 2.0}.get(text, float("nan")) if text != "raises" else 1 / 0
 
@@ -154,7 +154,7 @@ def test_too_many_unscored_name_the_commonest_fault(model: Path) -> None:
     assert "\n" not in message
 
 
-def test_a_group_is_scored_while_others_are_still_sampled(model: Path) -> None:
+def test_group_is_scored_while_others_are_still_sampled(model: Path) -> None:
     scored = threading.Event()
 
     def score(_: Problem, text: str) -> float:
@@ -170,7 +170,7 @@ def test_a_group_is_scored_while_others_are_still_sampled(model: Path) -> None:
         assert [group.rewards for group in ours.groups()] == [(1.0,) * 8] * 3
 
 
-def test_a_failed_step_is_sampled_again_from_the_start(model: Path) -> None:
+def test_failed_step_is_sampled_again_from_the_start(model: Path) -> None:
     alive = threading.Event()
 
     def bend(document: dict[str, Any], request: HttpRequest) -> Any:
@@ -188,7 +188,7 @@ def test_a_failed_step_is_sampled_again_from_the_start(model: Path) -> None:
         assert len(undisturbed.seeds) == len(seeds) == 3
 
 
-def test_a_resumed_run_skips_exactly_the_trained_problems(model: Path) -> None:
+def test_resumed_run_skips_exactly_the_trained_problems(model: Path) -> None:
     with sampled(model, Task(), saying()) as straight:
         groups = [group for step in (1, 2, 3) for group in straight.groups(step=step)]
     trained = TrainedProblems().including([0, 1, 2, 4, 7])
@@ -200,7 +200,7 @@ def test_a_resumed_run_skips_exactly_the_trained_problems(model: Path) -> None:
     assert [group.problem for group in resumed_groups] == [groups[number].problem for number in (3, 5, 6, 8)]
 
 
-def test_the_next_version_may_be_at_another_endpoint(model: Path) -> None:
+def test_next_version_may_be_at_another_endpoint(model: Path) -> None:
     with sampled(model, Task(), saying()) as ours:
         assert {version for group in ours.groups() for one in group.completions for version in one.versions} == {3}
         ours.stream.served(Endpoint(url=ours.endpoint.url, model="adapter-4", version=4), 4)
@@ -226,7 +226,7 @@ def test_retries_include_those_before_a_step_failed(model: Path) -> None:
         assert ours.stream.num_retries == 0
 
 
-def test_another_seed_repeats_no_step_and_no_evaluation(model: Path) -> None:
+def test_different_seeds_share_no_step_or_evaluation(model: Path) -> None:
     """Otherwise step 1 with `--seed 1` would sample what step 2 with `--seed 0` samples."""
     seeds = list[int]()
     for seed in (0, 1, 2):
@@ -267,7 +267,7 @@ def test_evaluations_repeat_requests_and_count_scores(model: Path) -> None:
     assert ours.notes[0].startswith("evaluation after step 0: 2 completions without a reward left out: ")
 
 
-def test_the_chat_template_gets_its_arguments_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_arguments_are_used_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Chat(Task):
         def __iter__(self) -> Iterator[Problem]:
             yield {"prompt": [{"role": "user", "content": "1+2"}]}
@@ -288,9 +288,7 @@ def test_the_chat_template_gets_its_arguments_everywhere(model: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("choices", "temperature"), [({}, 0.7), ({"eval_temperature": 0.25}, 0.25)])
-def test_an_evaluation_may_have_a_temperature_of_its_own(
-    model: Path, choices: dict[str, Any], temperature: float
-) -> None:
+def test_evaluation_may_have_a_separate_temperature(model: Path, choices: dict[str, Any], temperature: float) -> None:
     with sampled(model, Task(), saying(), temperature=0.7, eval_samples=3, **choices) as ours:
         ours.stream.evaluate(step=0)
         ours.groups()
@@ -318,7 +316,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(model: Path) -> None:
     assert math.isnan(measuring.pass_at([few], 4, 0.1))
 
 
-def test_nothing_is_evaluated_unless_asked_for(model: Path) -> None:
+def test_nothing_is_evaluated_by_default(model: Path) -> None:
     with sampled(model, Task(), saying()) as ours:
         assert ours.stream.evaluate(step=0) is None
         assert ours.requests == []
@@ -347,7 +345,7 @@ def test_reward_parts_are_those_of_the_kept_completions(model: Path) -> None:
             assert len(group.unscored) == 1
 
 
-def test_groups_train_on_the_completions_that_are_left(model: Path) -> None:
+def test_groups_train_on_the_remaining_completions(model: Path) -> None:
     def score(problem: Problem, text: str) -> float:
         kept = {"say": WORDS, "say!": WORDS[:1], "say!!": ()}[str(problem["prompt"])]
         return float(WORDS.index(text)) if text in kept else float("nan")
@@ -363,7 +361,7 @@ def test_groups_train_on_the_completions_that_are_left(model: Path) -> None:
         assert sum(value for (value,) in by_prompt["say"] or ()) == pytest.approx(0)
 
 
-def test_an_interrupt_while_scoring_leaves_no_process(model: Path, tmp_path: Path) -> None:
+def test_interrupt_while_scoring_leaves_no_process(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     def interrupt() -> None:
@@ -383,7 +381,7 @@ def test_an_interrupt_while_scoring_leaves_no_process(model: Path, tmp_path: Pat
     assert not any(psutil.pid_exists(pid) for pid in scoring)
 
 
-def test_a_completion_that_ends_near_the_limit_loses_reward(model: Path) -> None:
+def test_completion_near_the_length_limit_loses_reward(model: Path) -> None:
     """Lengths 3, 6, 7 and 8 of at most 8, with a buffer of 4."""
     lengths = (3, 6, 7, 8, 3, 3, 3, 3)
 

@@ -40,7 +40,7 @@ def test_text_can_match_one_several_or_no_tokens(text: str, ids: tuple[int, ...]
     assert ids_by_text(Counting())(text) == ids
 
 
-def test_the_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
+def test_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
     tokenizer = Counting()
     ids_of = ids_by_text(tokenizer)
     assert tokenizer.num_decoded == 0
@@ -72,7 +72,7 @@ def test_completions_of_chat_messages_end_at_the_end_of_a_turn(tmp_path: Path) -
     assert (known.end_id, known.end_ids, [*known.remarks(tokenizer, "m")]) == (end, (), [])
 
 
-def test_a_template_without_an_end_of_a_turn_is_noted(tmp_path: Path) -> None:
+def test_template_without_an_end_of_turn_is_reported(tmp_path: Path) -> None:
     tokenizer = base(tmp_path)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     ours = Vocabulary.of(tokenizer, str(tmp_path))
@@ -95,14 +95,14 @@ def test_tokens_without_an_embedding_are_counted_and_refused(tmp_path: Path) -> 
     assert Vocabulary.of(base(tmp_path), str(tmp_path)).beyond(tokenizer) == ""
 
 
-def test_a_stop_that_holds_a_special_token_is_refused(tmp_path: Path) -> None:
+def test_stop_string_with_a_special_token_is_refused(tmp_path: Path) -> None:
     ours = Vocabulary.of(base(tmp_path), str(tmp_path))
     ours.check_stop(["</think>", "\n\n", "<|im_end|>"])
     with pytest.raises(UsageError, match=r"--stop '<\|im_end\|>.*' never ends a completion: <\|im_end\|> is a spe"):
         ours.check_stop(["<|im_end|>\n"])
 
 
-def test_a_model_without_a_configuration_has_a_vocabulary(tmp_path: Path) -> None:
+def test_vocabulary_works_without_a_model_configuration(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "of_its_own_code"}')

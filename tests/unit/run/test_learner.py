@@ -309,7 +309,7 @@ def test_later_updates_use_ratios_to_the_initial_weights(
     )
 
 
-def test_the_mismatch_is_measured_before_the_first_update(groups: list[Group]) -> None:
+def test_mismatch_is_measured_before_the_first_update(groups: list[Group]) -> None:
     model = base()
     differences_N = torch.cat(
         [
@@ -344,7 +344,7 @@ def test_update_without_a_gradient_does_not_count(groups: list[Group], teaches: 
     assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE
 
 
-def test_a_batch_without_signal_changes_nothing(groups: list[Group]) -> None:
+def test_batch_without_signal_changes_nothing(groups: list[Group]) -> None:
     model = base()
     before = weights(model)
     learnt = updated(model, [flat(group) for group in groups], updates_per_batch=2, passes_per_batch=2)
@@ -759,7 +759,7 @@ def test_512_micro_batches_are_as_accurate_as_one(groups: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("choices", [{}, {"optimizer": "adamw-8bit"}, {"updates_per_batch": 2}])
-def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
+def test_optimizer_accepts_float32_gradients_of_bf16_weights(
     groups: list[Group], choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = list[torch.dtype]()
@@ -779,7 +779,7 @@ def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_norm", [1e6, 1e-2])
 @pytest.mark.parametrize("updates", [1, 2])
-def test_gradients_summed_on_the_host_take_several_passes(
+def test_host_gradient_sums_span_several_passes(
     groups: list[Group], updates: int, max_norm: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "FEW", 1)  # host memory always sums in float32

@@ -66,7 +66,7 @@ def test_changes_on_resume_are_one_line(run_dir: Path) -> None:
     ]
 
 
-def test_changes_of_a_copied_run_are_those_since_the_copy(run_dir: Path) -> None:
+def test_changes_of_a_copied_run_are_relative_to_the_copy(run_dir: Path) -> None:
     original = run_dir / "original"
     original.mkdir()
     source = saved(original, task(named(NAMES)), lr=1e-4)
@@ -109,7 +109,7 @@ def test_different_seed_is_refused(run_dir: Path) -> None:
     assert resuming.check(source, config(seed=5), None) == ["changed since step 4: seed 3 -> 5"]  # no problems
 
 
-def test_moved_problems_are_recognized_by_their_prompts(run_dir: Path) -> None:
+def test_problems_in_a_moved_file_are_recognized_by_prompt(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES, answer="1")), data="a.jsonl")
     lines = resuming.check(source, config(data="moved/a.parquet"), task(named(NAMES, answer="2", level=1)))
     assert lines == ["changed since step 4: data a.jsonl -> moved/a.parquet"]

@@ -154,7 +154,7 @@ def test_docs_list_every_metric() -> None:
     assert page.count("| `") > len(METRICS)
 
 
-def test_a_failing_tracker_is_reported_once_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_tracker_is_reported_once_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = FakeTracker(fails_at=2), FakeTracker()
     with Trackers(lambda: {"Bad": bad, "Good": good}, shows_texts=True) as tracked:
         for step in (1, 2, 3):
@@ -225,7 +225,7 @@ def test_tensorboard_curves_continue_at_the_resumed_step(tmp_path: Path, install
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_requested_package_that_is_missing_is_refused(package: str, installed: Any) -> None:
+def test_missing_package_of_a_requested_tracker_is_refused(package: str, installed: Any) -> None:
     installed()
     reporting.check_trackers(config().tracking)
     with pytest.raises(UsageError, match="not installed") as refused:
@@ -268,7 +268,7 @@ def test_wandb_environment_variables_take_precedence(
     assert [options[name] for name in ("project", "name", "dir", "id")] == ["p", "n", "/d", "i"]
 
 
-def test_a_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, installed: Any) -> None:
+def test_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, installed: Any) -> None:
     installed("tensorboard", "wandb", wandb=FakeWandb(RuntimeError("No API key configured")))
     with pytest.raises(UsageError, match="Weights & Biases cannot be used: RuntimeError: No API key") as refused:
         trackers(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
@@ -276,7 +276,7 @@ def test_a_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, ins
     assert [writer.closed for writer in FakeWriter.made] == [True]
 
 
-def test_a_default_tracker_that_fails_to_open_is_reported(
+def test_default_tracker_that_fails_to_open_is_reported(
     tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed("tensorboard")

@@ -40,7 +40,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     return runner(tmp_path, monkeypatch)
 
 
-def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> None:
+def test_run_leaves_complete_metrics_and_its_last_step(running: Running) -> None:
     with running() as run:
         before = run.weights()
         summary = run.train(eval_samples=2)
@@ -67,7 +67,7 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
         assert RunDirectory(run.folder / "run").choices()["lr"] == 1e-3
 
 
-def test_steps_and_evaluations_request_their_own_prompts(
+def test_steps_and_evaluations_sample_different_prompts(
     running: Running,
 ) -> None:
     with running() as run:
@@ -81,7 +81,7 @@ def test_steps_and_evaluations_request_their_own_prompts(
     assert len(set(prompts)) == 6  # one full epoch
 
 
-def test_a_default_completion_length_fits_the_server(running: Running) -> None:
+def test_default_completion_length_fits_the_server(running: Running) -> None:
     with running(max_model_len=256) as run:
         run.train(max_new_tokens=...)
         assert {request["max_tokens"] for request in run.requests} == {128}
@@ -103,7 +103,7 @@ def test_checkpoints_follow_the_interval_and_the_last_step(running: Running) -> 
         assert run.saved() == {f"step_{step}": {"step": step, "weight_version": 3 + step} for step in (1, 2, 3)}
 
 
-def test_a_run_ends_with_the_first_step_that_reaches_its_goal(running: Running) -> None:
+def test_run_ends_with_the_first_step_that_reaches_its_goal(running: Running) -> None:
     with running() as run:
         summary = run.train(training_steps=6, stop_at="weight_version>=5")  # it begins at 3
         assert [row["step"] for row in run.metrics] == [1, 2]
@@ -111,7 +111,7 @@ def test_a_run_ends_with_the_first_step_that_reaches_its_goal(running: Running) 
         assert run.notes == ["--stop-at weight_version>=5: reached after step 2"]
 
 
-def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) -> None:
+def test_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) -> None:
     choices: dict[str, Any] = {"training_steps": 6, "eval_samples": 2, "eval_interval": 2}
     with running() as run:
         summary = run.train(**choices, stop_at="eval_truncated_share <= 0")  # the one before training reaches it, too
@@ -138,7 +138,7 @@ def test_reward_of_different_weights_is_not_recorded(running: Running) -> None:
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
 
-def test_a_goal_that_no_step_reaches_changes_nothing(running: Running) -> None:
+def test_goal_that_no_step_reaches_changes_nothing(running: Running) -> None:
     with running() as run:
         run.train(stop_at="kl>=0.5")
         assert ([row["step"] for row in run.metrics], run.notes) == ([1, 2, 3], [])
@@ -214,7 +214,7 @@ def test_consecutive_skipped_steps_end_a_run_with_a_checkpoint(
         assert resumed.metrics[-1]["updates"] == 1
 
 
-def test_an_interrupt_while_sampling_saves_the_last_step(running: Running) -> None:
+def test_interrupt_while_sampling_saves_the_last_step(running: Running) -> None:
     sent: list[int] = []
 
     def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def test_an_interrupt_while_sampling_saves_the_last_step(running: Running) -> No
         run.check_saved("step_2")
 
 
-def test_an_interrupt_in_the_fence_acts_after_the_step(running: Running) -> None:
+def test_interrupt_in_the_fence_takes_effect_after_the_step(running: Running) -> None:
     with running() as run:
         run.mode.before_publish = lambda version: os.kill(os.getpid(), signal.SIGINT) if version == 4 else None
         run.stopped(KeyboardInterrupt)
@@ -242,7 +242,7 @@ def test_an_interrupt_in_the_fence_acts_after_the_step(running: Running) -> None
         run.check_saved("step_2")
 
 
-def test_lost_server_costs_no_published_step(running: Running) -> None:
+def test_lost_server_loses_no_published_step(running: Running) -> None:
     def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any] | None:
         return None if request.body["seed"] // 1_000_003 >= 3 else document
 
@@ -254,7 +254,7 @@ def test_lost_server_costs_no_published_step(running: Running) -> None:
         run.check_saved("step_2")
 
 
-def test_a_server_lost_before_the_first_step_saves_nothing(running: Running) -> None:
+def test_server_lost_before_the_first_step_saves_nothing(running: Running) -> None:
     with running(lambda *_: as_json({}, 500)) as run:
         run.stopped(ServerUnreachableError)
         assert run.saved() == {}
@@ -294,7 +294,7 @@ def test_error_during_the_write_saves_no_torn_weights(
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError, OSError])
-def test_internal_error_costs_no_published_step(
+def test_internal_error_loses_no_published_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     with running() as run:
@@ -327,7 +327,7 @@ def test_lack_of_disk_space_is_logged_at_the_start(running: Running, monkeypatch
 
 
 @pytest.mark.parametrize("full_for", ["optimizer", "model.safetensors"])
-def test_a_disk_too_full_for_a_checkpoint_keeps_the_weights(
+def test_weights_are_kept_if_the_disk_lacks_space_for_state(
     running: Running, monkeypatch: pytest.MonkeyPatch, full_for: str
 ) -> None:
     """The server, and its memory with the weights, may end with the run."""
@@ -352,7 +352,7 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_weights(
 
 
 @pytest.mark.parametrize("score", [lambda _: math.nan, lambda _: 1 / 0, lambda _: "1"])
-def test_a_bad_score_ends_the_run_and_costs_no_published_step(running: Running, score: Callable[[str], float]) -> None:
+def test_invalid_score_ends_the_run_without_losing_a_step(running: Running, score: Callable[[str], float]) -> None:
     with running() as run:
         calls = 0
 
@@ -365,7 +365,7 @@ def test_a_bad_score_ends_the_run_and_costs_no_published_step(running: Running, 
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
 
-def test_a_model_without_tokenizer_is_refused_at_once(running: Running) -> None:
+def test_model_without_a_tokenizer_is_refused_immediately(running: Running) -> None:
     with running() as run:
         for file in Path(run.mode.server.manifest.model).glob("tokenizer*"):
             file.unlink()
@@ -430,7 +430,7 @@ def test_sleep_and_pause_do_not_change_results(running: Running, choices: dict[s
 
 
 @pytest.mark.parametrize("wants", [True, False])
-def test_the_first_batch_decides_whether_the_cache_sleeps(
+def test_first_batch_decides_whether_the_kv_cache_sleeps(
     running: Running, monkeypatch: pytest.MonkeyPatch, wants: bool
 ) -> None:
     calls_before = []
@@ -483,7 +483,7 @@ def test_impossible_kv_sleep_is_refused_without_a_trace(running: Running) -> Non
 
 
 @pytest.mark.parametrize("kv_sleep", ["always", "never"])
-def test_an_interrupt_during_a_pass_costs_no_published_step(
+def test_interrupt_during_a_pass_loses_no_published_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, kv_sleep: str
 ) -> None:
     original, calls = policy_loss.policy_loss, 0
@@ -574,7 +574,7 @@ def test_metrics_cover_every_update_and_the_staleness(running: Running) -> None:
         (lambda _: 1.0, "every reward is 1; compare"),
     ],
 )
-def test_a_run_without_signal_logs_the_likely_cause_once(
+def test_run_without_signal_logs_the_likely_cause_once(
     running: Running, score: Callable[[str], float], cause: str
 ) -> None:
     with running() as run:
@@ -620,7 +620,7 @@ def test_advice_for_an_alarm_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_step_without_rewards_names_that_as_the_cause() -> None:
+def test_step_without_rewards_reports_the_missing_rewards() -> None:
     metrics = report_runs.metrics(
         3, 5, no_signal_share=1.0, reward_mean=math.nan, reward_std=math.nan, unscored=4, truncated_share=1.0
     )
@@ -654,7 +654,7 @@ def test_staleness_is_that_of_the_oldest_known_token(versions: list[tuple[int | 
     assert max(measuring.lags(completions, 6), default=math.nan) == pytest.approx(expected, nan_ok=True)
 
 
-def test_intervals_without_evaluations_are_refused() -> None:
+def test_eval_interval_without_evaluations_is_refused() -> None:
     for key, name in (("interval", "interval"), ("temperature", "temperature"), ("pass_reward", "pass-reward")):
         with pytest.raises(ValueError, match=f"--eval-{name} 2 has no effect without --eval-samples"):
             TrainConfig.of(model_name="m", **{f"eval_{key}": 2})

@@ -140,7 +140,7 @@ def test_without_the_random_state_dropout_would_differ(running: Running, monkeyp
     assert comparable(resumed.metrics)[2:] != comparable(straight.metrics)[2:]
 
 
-def test_a_run_without_steps_or_state_left_is_refused(running: Running) -> None:
+def test_resume_without_steps_or_state_left_is_refused(running: Running) -> None:
     with running() as run:
         run.train()
         before = run.weights()
@@ -247,7 +247,7 @@ def test_interrupt_while_the_server_dies_ends_the_run(running: Running) -> None:
 
 @pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
 @pytest.mark.parametrize("moment", ["before_pause", "before_publish"])
-def test_sleeping_server_lost_costs_only_gradients(running: Running, moment: str, choices: dict[str, Any]) -> None:
+def test_lost_sleeping_server_loses_only_gradients(running: Running, moment: str, choices: dict[str, Any]) -> None:
     choices |= {"kv_sleep": "always"}
     with running(folder="straight", can_sleep=True) as straight:
         straight.train(**choices)
@@ -272,7 +272,7 @@ def test_sleeping_server_lost_costs_only_gradients(running: Running, moment: str
         assert comparable(run.metrics, *left_out) == comparable(straight.metrics, *left_out)
 
 
-def test_gradients_survive_a_lost_server_whose_cache_is_awake(running: Running) -> None:
+def test_gradients_survive_a_lost_server_that_was_awake(running: Running) -> None:
     engine, dying = FakeEngine(), [4]
 
     def die(version: int) -> None:
@@ -295,7 +295,7 @@ def test_server_that_dies_repeatedly_ends_the_run(running: Running) -> None:
         assert list(run.saved()) == ["step_2"]
 
 
-def test_a_failed_restart_costs_no_published_step(running: Running) -> None:
+def test_failed_restart_loses_no_published_step(running: Running) -> None:
     engine = FakeEngine(num_lives=0)
     with running(engine.bend(once(3))) as run:
         error = run.stopped(ServerUnreachableError, engine=engine)
@@ -305,7 +305,7 @@ def test_a_failed_restart_costs_no_published_step(running: Running) -> None:
         assert len(run.notes) == 1
 
 
-def test_half_written_weights_are_not_given_to_a_server(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_written_weights_are_never_served(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def torn(*_: Any, **__: Any) -> None:
         raise ServerUnreachableError("torn", hint="")
 
@@ -317,7 +317,7 @@ def test_half_written_weights_are_not_given_to_a_server(running: Running, monkey
         assert run.saved() == {}
 
 
-def test_a_resumed_run_keeps_its_baseline(running: Running) -> None:
+def test_resumed_run_keeps_its_baseline_reward(running: Running) -> None:
     with running() as run:
         before = run.train(training_steps=2, save_interval=2, eval_samples=2).reward_before
         assert before is not None

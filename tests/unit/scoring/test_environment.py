@@ -25,7 +25,7 @@ PLAIN = (
 )  # fmt: skip
 
 
-def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_gets_only_the_listed_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*SECRETS, *PLAIN):
         monkeypatch.setenv(name, "abc")
     with scoring(tmp_path) as ours:
@@ -50,13 +50,13 @@ def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monke
         "Dataset 'o/d' is a gated dataset on the Hub. You must be authenticated to access it.",
     ],
 )
-def test_an_error_of_the_hub_names_its_hidden_token(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+def test_hub_error_names_its_hidden_token(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setenv("HF_TOKEN", "abc")
     assert redaction.env_hint(message, ()).endswith("pass it on: --worker-env HF_TOKEN")
     assert redaction.env_hint(message, ("HF_TOKEN",)) == redaction.env_hint("KeyError: 'answer'", ()) == ""
 
 
-def test_a_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
+def test_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(UsageError, match="--worker-env NOT_SET_KEY: not set") as met,
         scoring(tmp_path, variables=["NOT_SET_KEY"]),
@@ -65,7 +65,7 @@ def test_a_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
     assert met.value.hint == "export NOT_SET_KEY=..."
 
 
-def test_a_tool_that_lacks_a_secret_is_reported_to_the_user(
+def test_tool_that_lacks_a_secret_is_reported_to_the_user(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SEARCH_API_KEY", "abc")

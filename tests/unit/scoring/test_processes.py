@@ -125,7 +125,7 @@ async def begun(ours: Scoring, completion: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_faults_cost_only_their_own_scores(tmp_path: Path) -> None:
+def test_faulty_score_does_not_affect_others(tmp_path: Path) -> None:
     given = [
         *("good", "raises", "spins", "fine", "is_nan", "dies", "crashes", "matches", "well", "is_text"),
         *("runs_out_of_memory", "starts_another", "exits", "enough"),
@@ -215,7 +215,7 @@ def test_failed_worker_never_changes_later_rewards(
     assert not ours.log.with_suffix(".unpickled").exists()
 
 
-def test_a_forked_child_never_becomes_a_second_trainer(tmp_path: Path) -> None:
+def test_forked_child_never_becomes_a_second_trainer(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children()}
     with scoring(tmp_path, processes=0) as ours:
         assert ours.rewards("forks", "good") == [1, 4]
@@ -227,13 +227,13 @@ def test_a_forked_child_never_becomes_a_second_trainer(tmp_path: Path) -> None:
     assert ours.log.with_suffix(".end").read_text() == "reached\n"
 
 
-def test_as_many_are_scored_at_once_as_there_are_processes(tmp_path: Path) -> None:
+def test_one_completion_is_scored_per_process_at_a_time(tmp_path: Path) -> None:
     with scoring(tmp_path, processes=3, timeout_s=PATIENCE_S) as ours:
         assert ours.rewards("meets 3", "meets 3", "meets 3") == [1, 1, 1]
         assert len(ours.processes) == 3
 
 
-def test_a_process_killed_while_idle_costs_no_completion(tmp_path: Path) -> None:
+def test_process_killed_while_idle_loses_no_completion(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
         (first,) = ours.rewards("process")
         assert first is not None
@@ -243,7 +243,7 @@ def test_a_process_killed_while_idle_costs_no_completion(tmp_path: Path) -> None
         assert second not in {None, first}
 
 
-def test_an_answer_in_time_counts_however_late_it_is_read(tmp_path: Path) -> None:
+def test_timely_answer_counts_even_if_read_late(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
 
         async def held_up() -> list[Score | FailedScore]:
@@ -258,7 +258,7 @@ def test_an_answer_in_time_counts_however_late_it_is_read(tmp_path: Path) -> Non
         assert ours.runner.run(held_up()) == [Score(reward=1.0)]
 
 
-def test_an_interrupt_while_scoring_leaves_no_answer_behind(tmp_path: Path) -> None:
+def test_interrupt_while_scoring_leaves_no_stale_answer(tmp_path: Path) -> None:
     with scoring(tmp_path, timeout_s=PATIENCE_S) as ours:
 
         async def interrupted() -> None:
@@ -274,7 +274,7 @@ def test_an_interrupt_while_scoring_leaves_no_answer_behind(tmp_path: Path) -> N
         assert ours.rewards("another", "good") == [7, 4]
 
 
-def test_workers_ignore_an_interrupt(tmp_path: Path) -> None:
+def test_workers_ignore_ctrl_c(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
         assert ours.rewards("interrupts_itself") == [1]
 
@@ -291,7 +291,7 @@ def test_workers_import_no_heavy_modules(tmp_path: Path) -> None:
         assert ours.rewards("knows sys", *(f"knows {module}" for module in modules)) == [1, 0, 0, 0, 0, 0]
 
 
-def test_without_processes_scores_run_here_without_a_limit(tmp_path: Path) -> None:
+def test_zero_processes_score_in_the_trainer_without_a_limit(tmp_path: Path) -> None:
     with scoring(tmp_path, processes=0, timeout_s=1e-9) as ours:
         assert ours.rewards("process", "raises", "fine") == [os.getpid(), None, 4]
 
@@ -308,14 +308,14 @@ def refused(recipe: Callable[[], Scores], problem: Problem = PROBLEM, *, process
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_a_recipe_that_raises_ends_the_run_by_one_clear_line(processes: int) -> None:
+def test_recipe_that_raises_ends_the_run_with_one_line(processes: int) -> None:
     location = f"scores_sample.py line {scores_sample.broken.__code__.co_firstlineno + 1}"
     error = refused(scores_sample.broken, processes=processes)
     assert error.message == f"creating the scoring object raised ValueError: no luck ({location})"
     assert error.hint == f"fix {location}, then run the same command again"
 
 
-def test_a_recipe_that_ends_its_process_says_how() -> None:
+def test_recipe_that_exits_its_process_is_reported() -> None:
     error = refused(scores_sample.ends)
     assert error.message.endswith("failed to create the scoring object: it exited with status 3")
     assert "--reward-processes 0" in error.hint
@@ -341,7 +341,7 @@ def output(*given: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_a_script_that_scores_is_not_run_again(tmp_path: Path) -> None:
+def test_workers_do_not_rerun_the_users_script(tmp_path: Path) -> None:
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(PROGRAM)
     stdout, stderr = output(sys.executable, str(script), str(log), "good", "raises")
@@ -350,14 +350,14 @@ def test_a_script_that_scores_is_not_run_again(tmp_path: Path) -> None:
     assert sorted(noted(log)) == ["good", "raises"]
 
 
-def test_a_recipe_of_the_script_itself_says_where_to_put_it(tmp_path: Path) -> None:
+def test_recipe_defined_in_the_script_gets_a_hint(tmp_path: Path) -> None:
     script = PROGRAM.replace("log, *", "class Own(Sample): ...\nlog, *").replace("partial(Sample,", "partial(Own,")
     _, stderr = output(*command(script, tmp_path / "log", "good"))
     assert "cannot be loaded in another process: AttributeError: Can't get attribute 'Own'" in stderr
     assert "from the script that was started to a module" in stderr
 
 
-def test_busy_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
+def test_busy_workers_exit_with_a_killed_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with subprocess.Popen(command(PROGRAM, log, "matches", "spins"), cwd=ROOT) as parent:
         until(lambda: {"matches", "spins"} <= set(noted(log)))
@@ -366,7 +366,7 @@ def test_busy_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
     until(lambda: not alive(processes(log)))
 
 
-def test_what_a_score_started_ends_with_a_killed_trainer(tmp_path: Path) -> None:
+def test_processes_of_a_score_exit_with_a_killed_trainer(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with subprocess.Popen(command(PROGRAM, log, "leaves_a_daemon_and_hangs"), cwd=ROOT) as parent:
         until(lambda: "started" in noted(log))
@@ -375,7 +375,7 @@ def test_what_a_score_started_ends_with_a_killed_trainer(tmp_path: Path) -> None
     until(lambda: not alive(processes(log)))
 
 
-def test_idle_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_idle_workers_exit_with_a_killed_parent(tmp_path: Path) -> None:
     log, program = tmp_path / "log", PROGRAM.replace("scorer.close()", "sys.stdout.flush(); sys.stdin.read()")
     given = command(program, log, "meets 2", "meets 2")
     with subprocess.Popen(given, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
@@ -386,7 +386,7 @@ def test_idle_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None
     until(lambda: not alive(processes(log)))
 
 
-def test_a_closed_connection_ends_the_process_quietly(
+def test_worker_exits_quietly_if_its_connection_closes(
     tmp_path: Path,
 ) -> None:
     ours, theirs = socket.socketpair()

@@ -70,7 +70,7 @@ def test_anything_but_a_finite_number_is_a_failed_score(value: Any) -> None:
     assert failed.line.endswith("on prompt '3+4=' and completion '7'")
 
 
-def test_a_score_that_raises_names_the_line(tmp_path: Path) -> None:
+def test_error_in_a_score_names_the_line(tmp_path: Path) -> None:
     task = of_file(tmp_path / "task.py", TASK + "int(completion)\n")
     problem: Problem = {"prompt": "why\n" * 100}
     failed = fault(task, "long\n" * 100, problem)
@@ -80,19 +80,19 @@ def test_a_score_that_raises_names_the_line(tmp_path: Path) -> None:
     assert failed.kind == fault(task, "other", problem).kind == "Task.score raised ValueError (task.py line 4)"
 
 
-def test_the_line_is_the_users_own_even_when_a_library_raised(tmp_path: Path) -> None:
+def test_error_raised_in_a_library_names_the_users_line(tmp_path: Path) -> None:
     task = of_file(tmp_path / "task.py", TASK + "json.loads('{')\n")
     assert fault(task).kind == "Task.score raised JSONDecodeError (task.py line 4)"
 
 
-def test_invalid_python_is_blamed_on_the_line_that_ran_it(tmp_path: Path) -> None:
+def test_syntax_error_names_the_line_that_ran_the_code(tmp_path: Path) -> None:
     task = of_file(tmp_path / "task.py", TASK + "eval(completion)\n")
     assert fault(task, "2 +").kind == "Task.score raised SyntaxError (task.py line 4)"
     task = of_file(tmp_path / "task.py", TASK + "compile('x = 1\\n2 +', 'helper.py', 'exec')\n")
     assert fault(task).kind == "Task.score raised SyntaxError (helper.py line 2)"
 
 
-def test_a_bridge_error_keeps_its_message_and_cause(tmp_path: Path) -> None:
+def test_bridge_error_in_a_score_keeps_its_message_and_cause(tmp_path: Path) -> None:
     def score(completion: str) -> float:
         return int(completion)
 
@@ -108,7 +108,7 @@ def test_a_bridge_error_keeps_its_message_and_cause(tmp_path: Path) -> None:
     assert failed.kind == fault(Task(), "c").kind
 
 
-def test_an_unprintable_exception_is_a_fault_too() -> None:
+def test_unprintable_exception_is_a_failed_score() -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -151,13 +151,13 @@ class Number:
         (Number(), "raised ZeroDivisionError (test_score.py line"),
     ],
 )
-def test_rewards_beyond_bounds_or_print_cost_their_completion(value: Any, expected: str) -> None:
+def test_huge_or_unprintable_rewards_are_failed_scores(value: Any, expected: str) -> None:
     line = fault(scoring(value)).line
     assert line.startswith("Task.score ")
     assert expected in line
 
 
-def test_a_fault_is_one_line_without_control_characters() -> None:
+def test_failed_score_is_one_line_without_control_characters() -> None:
     class Task:
         def score(self, problem: Problem, completion: str) -> float:
             raise type("E\x1b[2J", (ValueError,), {})("half \ud800 \x07 rtl \u202e\nend")
@@ -166,7 +166,7 @@ def test_a_fault_is_one_line_without_control_characters() -> None:
     assert line.startswith(r"Task.score raised E\x1b[2J: half \ud800 \x07 rtl \u202e end (test_score.py line")
 
 
-def test_a_list_is_one_finite_reward_per_turn() -> None:
+def test_list_of_rewards_is_one_finite_reward_per_turn() -> None:
     assert scored(scoring([1, np.float32(0.5)])) == Score(reward=1.5, turns=[1.0, 0.5])
     for value in ([], [1.0, float("nan")], [[1.0]], ["1.0"]):
         assert "expected one finite number per turn (test_score.py line" in fault(scoring(value)).line
@@ -182,7 +182,7 @@ def test_a_list_is_one_finite_reward_per_turn() -> None:
         CannotScore(message="m", hint="r"),
     ],
 )
-def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: Answer) -> None:
+def test_worker_answer_is_read_as_it_was_sent(answer: Answer) -> None:
     assert read(written(3, answer)) == (3, answer)
 
 
@@ -226,7 +226,7 @@ def test_each_kind_of_failure_is_logged_once_with_its_count(caplog: pytest.LogCa
     ]
 
 
-def test_too_many_faults_end_the_run_and_name_the_commonest() -> None:
+def test_too_many_failed_scores_end_the_run_with_the_cause() -> None:
     batch = FailedScores("step 1", num_completions=8, max_share=0.25)
     batch.add([Score(reward=1.0)] * 4)
     batch.add([FailedScore(kind="b", line="b, on 1"), FailedScore(kind="a", line="a, on 2")])

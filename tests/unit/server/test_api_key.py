@@ -121,9 +121,7 @@ def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monk
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])
-def test_an_adapter_is_not_published_without_the_key(
-    world: World, handover: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_is_not_published_without_the_key(world: World, handover: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(api_key.VARIABLE, raising=False)
     mode = world.made(handover)
     with pytest.raises(UsageError, match="rejected the request with status 401"):
@@ -131,7 +129,7 @@ def test_an_adapter_is_not_published_without_the_key(
     mode.close()
 
 
-def test_a_health_check_on_another_route_sends_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_check_on_another_route_sends_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     address = urlsplit(server.url)
     watched = str(address.hostname), int(address.port or 0), "/v1/models"
     assert health(*watched, limit_s=20) == "unwell"
@@ -178,5 +176,5 @@ def test_key_that_cannot_be_sent_in_a_header_is_refused(key: str) -> None:
     assert key.strip() not in str(refusal.value)
 
 
-def test_without_a_key_there_is_no_header() -> None:
+def test_no_header_is_sent_without_a_key() -> None:
     assert api_key.headers({}) == api_key.headers({api_key.VARIABLE: ""}) == {}

@@ -246,7 +246,7 @@ def test_proxy_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("keepalive_s", "num_connections"), [(20.0, 1), (0.0, 3)])
-def test_an_idle_connection_is_not_reused(
+def test_idle_connection_is_not_reused(
     monkeypatch: pytest.MonkeyPatch, keepalive_s: float, num_connections: int
 ) -> None:
     monkeypatch.setattr(client_module, "KEEPALIVE_S", keepalive_s)
@@ -276,7 +276,7 @@ def test_closed_connection_is_released() -> None:
         ({"data": 3}, None),
     ],
 )
-def test_max_model_len_is_what_the_server_lists(document: object, expected: int | None) -> None:
+def test_max_model_len_comes_from_the_model_list(document: object, expected: int | None) -> None:
     with serving(lambda _: as_json(document)) as server:
         assert max_model_len(server.url) == expected
 
@@ -317,7 +317,7 @@ def test_invalid_model_list_is_unreachable(body: str) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_server_without_a_health_route_counts_as_healthy(status: int) -> None:
+def test_server_without_health_route_is_healthy(status: int) -> None:
     with serving(lambda _: Answer("not for you", status)) as server, VllmClient(server.url) as client:
         client.check_health()
 

@@ -67,7 +67,7 @@ def server(folder: Path, *, by: str = "BRIDGE_MANIFEST_PATH") -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("by", ["BRIDGE_MANIFEST_PATH", "LOGDIR", "cwd"])
-def test_the_only_server_is_found_wherever_it_was_started(tmp_path: Path, by: str) -> None:
+def test_only_running_server_is_found_in_any_folder(tmp_path: Path, by: str) -> None:
     with server(tmp_path / "there", by=by) as path:
         assert discovery.find() == path
         examined = checks.examine(None)
@@ -76,7 +76,7 @@ def test_the_only_server_is_found_wherever_it_was_started(tmp_path: Path, by: st
         discovery.find()
 
 
-def test_a_manifest_on_the_search_path_comes_first(tmp_path: Path, here: Path) -> None:
+def test_manifest_on_the_search_path_comes_first(tmp_path: Path, here: Path) -> None:
     manifests.write(manifest(), here / manifests.MANIFEST_NAME)
     with server(tmp_path / "there"):
         assert discovery.find() == here / manifests.MANIFEST_NAME
@@ -135,7 +135,7 @@ def test_doctor_does_not_propose_to_kill_other_servers(
     assert "kill " not in f"{check.found} {check.hint}"
 
 
-def test_a_process_with_unreadable_environment_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_unreadable_environment_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hidden:
         pid = 1
 

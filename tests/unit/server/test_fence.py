@@ -131,7 +131,7 @@ def happen(event: Event) -> None:
         ("publish", LOST, ALL, ServerUnreachableError),
     ],
 )  # fmt: skip
-def test_outcome_of_an_update_depends_on_where_it_fails(
+def test_update_outcome_depends_on_where_it_fails(
     where: str, event: Event, calls: str, error: type[BaseException] | None, takeover: bool, is_deferred: bool
 ) -> None:
     fake = FakeClient()
@@ -237,7 +237,7 @@ def test_failure_to_resume_after_an_error_is_raised() -> None:
     assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
-def test_a_second_interrupt_does_not_stop_the_resume() -> None:
+def test_second_interrupt_does_not_stop_the_resume() -> None:
     fake = FakeClient()
 
     def resume() -> Status:
@@ -258,7 +258,7 @@ def test_other_terminating_signals_are_also_deferred(number: signal.Signals) -> 
     assert fake.calls == ["pause keep", "publish", number.name]
 
 
-def test_an_ignored_interrupt_stays_ignored() -> None:
+def test_ignored_interrupt_stays_ignored() -> None:
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         update(FakeClient(), interrupt)
@@ -267,7 +267,7 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-def test_the_fence_works_outside_the_main_thread() -> None:
+def test_fence_works_outside_the_main_thread() -> None:
     fake, errors = FakeClient(), list[BaseException]()
 
     def work() -> None:
@@ -339,7 +339,7 @@ def test_frozen_raises_the_servers_own_refusal() -> None:
         pytest.fail("the block ran")
 
 
-def test_an_update_without_a_server_runs_in_the_same_order() -> None:
+def test_update_without_a_server_runs_in_the_same_order() -> None:
     calls: list[str] = []
 
     def published() -> int:
@@ -364,14 +364,14 @@ def busy_until(fake: FakeClient, attempt: int) -> None:
     fake.pause = pause  # type: ignore[method-assign]
 
 
-def test_an_update_waits_while_another_process_has_the_fence() -> None:
+def test_update_waits_while_another_process_has_the_fence() -> None:
     fake = FakeClient()
     busy_until(fake, 3)
     update(fake, lambda: fake.calls.append("write"))
     assert fake.calls == ["pause keep", "pause keep", "pause keep", "write", "publish"]
 
 
-def test_a_fence_held_too_long_is_an_error(
+def test_waiting_too_long_for_the_fence_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fence, "BUSY_LIMIT_S", 0.0)
@@ -382,7 +382,7 @@ def test_a_fence_held_too_long_is_an_error(
     assert set(fake.calls) == {"pause keep"}
 
 
-def test_an_interrupt_acts_while_waiting_for_the_fence() -> None:
+def test_interrupt_ends_the_wait_for_the_fence() -> None:
     fake = FakeClient()
     busy_until(fake, 100)
     threading.Timer(0.3, interrupt).start()

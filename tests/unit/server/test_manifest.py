@@ -102,7 +102,7 @@ def test_missing_manifest_error_lists_all_searched_folders(paths: tuple[Path, ..
     assert all(str(path.parent) in message for path in paths)
 
 
-def test_a_missing_given_path_is_an_error(paths: tuple[Path, ...]) -> None:
+def test_missing_manifest_at_a_given_path_is_an_error(paths: tuple[Path, ...]) -> None:
     for path in paths:
         write(manifest(), path)
     assert "/nowhere/m.json" in refusal(lambda: load(Path("/nowhere/m.json")))
@@ -115,7 +115,7 @@ def test_folder_path_resolves_to_the_manifest_in_it(path: Path, tmp_path: Path) 
     assert str(path) in refusal(lambda: load(tmp_path))
 
 
-def test_a_server_writes_where_a_trainer_looks_first(paths: tuple[Path, ...]) -> None:
+def test_default_manifest_path_is_searched_first(paths: tuple[Path, ...]) -> None:
     assert resolve_path(None) == paths[0]
 
 
@@ -296,7 +296,9 @@ def test_missing_field_is_named(path: Path) -> None:
         ({"server": dead_server().model_dump()}, "has exited"),
     ],
 )
-def test_a_server_that_is_not_alive_here_is_refused(path: Path, changes: dict[str, Any], words: str) -> None:
+def test_manifest_of_a_server_not_alive_on_this_host_is_refused(
+    path: Path, changes: dict[str, Any], words: str
+) -> None:
     edit(path, **changes)
     assert read(path).model == "tiny"
     message = refusal(lambda: load(path))
@@ -304,7 +306,7 @@ def test_a_server_that_is_not_alive_here_is_refused(path: Path, changes: dict[st
     assert str(path) in message
 
 
-def test_a_manifest_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_manifest_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
         write(manifest(), tmp_path / "new" / "m.json")
@@ -314,7 +316,7 @@ def test_a_manifest_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["m.json"]
 
 
-def test_a_manifest_that_cannot_be_written_leaves_the_old_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_manifest_write_keeps_the_old_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
 
     def full(_temporary: Path, _target: Path) -> None:
@@ -327,7 +329,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_old_one(path: Path, monkey
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_a_reader_never_sees_half_a_manifest(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_is_written_atomically(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[str] = []
     original = Path.replace
 
@@ -345,7 +347,7 @@ def test_uncreatable_folder_is_refused_in_one_line(path: Path) -> None:
     refusal(lambda: write(manifest(), path / "inside a file" / "m.json"))
 
 
-def test_a_server_removes_its_own_manifest(path: Path) -> None:
+def test_server_removes_its_own_manifest(path: Path) -> None:
     remove_own(path, ProcessIdentity.current())
     assert not path.exists()
     remove_own(path, ProcessIdentity.current())

@@ -200,7 +200,7 @@ def test_dropout_applies_only_to_the_adapters_input() -> None:
     assert {name for name, module in model.named_modules() if module.training and "lora_dropout" not in name} == set()
 
 
-def test_without_dropout_the_model_computes_the_same_twice() -> None:
+def test_model_without_dropout_is_deterministic() -> None:
     model = base()
     fill(put_in(model))
     assert torch.equal(model(IDS).logits, model(IDS).logits)
@@ -257,7 +257,7 @@ def test_training_matches_adamw_on_the_saved_adapter(
         ("proj", "proj"),
     ],
 )
-def test_an_unknown_target_module_is_refused(wanted: str, named: str) -> None:
+def test_unknown_target_module_is_refused(wanted: str, named: str) -> None:
     with pytest.raises(UsageError, match=f"--lora-target-modules {named}: ") as caught:
         put_in(base(), lora_target_modules=wanted)
     assert "choose from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.hint
@@ -265,7 +265,7 @@ def test_an_unknown_target_module_is_refused(wanted: str, named: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("wanted", ["lm_head", "q_proj,lm_head"])
-def test_an_adapter_for_the_head_is_refused(wanted: str, tied: bool) -> None:
+def test_adapter_for_the_head_is_refused(wanted: str, tied: bool) -> None:
     config = tiny.llama()
     config.tie_word_embeddings = tied
     with pytest.raises(UsageError, match="--lora-target-modules lm_head: the head gets no adapter") as caught:
@@ -273,7 +273,7 @@ def test_an_adapter_for_the_head_is_refused(wanted: str, tied: bool) -> None:
     assert "lm_head" not in caught.value.hint
 
 
-def test_modules_peft_cannot_adapt_are_refused() -> None:
+def test_modules_that_peft_cannot_adapt_are_refused() -> None:
     """For example, the shared expert's layers in Qwen3-Next: PEFT treats their names as those of stacked experts."""
     model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3-Next"]())
     with pytest.raises(UsageError, match="--lora-target-modules q_proj,gate_proj: "):
@@ -281,7 +281,7 @@ def test_modules_peft_cannot_adapt_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["gate_proj,up_proj,down_proj", "layers.0.mlp.down_proj"])
-def test_experts_are_not_adapted_instead_of_chosen_layers(wanted: str) -> None:
+def test_dense_layer_is_not_mistaken_for_stacked_experts(wanted: str) -> None:
     """DeepSeek's first layer is a dense one, but PEFT treats its name as that of every layer's stacked experts."""
     model = AutoModelForCausalLM.from_config(FAMILIES["DeepSeek-V3"]())
     with pytest.raises(UsageError, match=f"--lora-target-modules {wanted}: .*experts"):
@@ -297,7 +297,7 @@ def test_all_linear_excludes_expert_layers(family: str) -> None:
     assert adapted == {name for name in names if not name.endswith(others)}
 
 
-def test_a_router_that_is_a_linear_layer_gets_no_adapter() -> None:
+def test_linear_router_gets_no_adapter() -> None:
     """PEFT treats the name of AFMoE's router as that of a stacked router, and refuses it."""
     config = AfmoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,

@@ -54,7 +54,7 @@ def refused(manifest: Manifest, kind: type[BridgeError] = AttachError) -> str:
     return caught.value.message
 
 
-def test_the_forward_pass_equals_a_loaded_models_bitwise(server: ToyServer) -> None:
+def test_forward_pass_equals_a_loaded_models_bitwise(server: ToyServer) -> None:
     attached = attach(server.manifest)
     assert torch.equal(logits(attached.model), logits(server.reference))
     assert not attached.model.training
@@ -74,7 +74,7 @@ def test_every_parameter_is_in_the_servers_memory(server: ToyServer) -> None:
         assert torch.equal(tensor, server.tensors[name])
 
 
-def test_a_step_writes_to_the_server_but_not_its_padding(server: ToyServer) -> None:
+def test_step_writes_to_the_server_but_not_its_padding(server: ToyServer) -> None:
     attached = attach(server.manifest)
     before = {name: tensor.clone() for name, tensor in server.tensors.items()}
     assert server.padding_rows()
@@ -147,7 +147,7 @@ def edited_view(server: ToyServer, name: str, **changes: Any) -> Manifest:
 
 
 @pytest.mark.parametrize("offset", [10**6, 2**40, 2**61, 2**62, 2**63 - 1, 2**63, 10**30])
-def test_a_parameter_beyond_its_storage_is_refused(llama: ToyServer, offset: int) -> None:
+def test_parameter_beyond_its_storage_is_refused(llama: ToyServer, offset: int) -> None:
     size = llama.manifest.shards[0].ipc_handles[QKV].storage_size
     assert QKV in refused(edited_handle(llama, QKV, tensor_offset=offset))
     assert llama.tensors[QKV].untyped_storage().nbytes() == size
@@ -183,12 +183,12 @@ def test_overlapping_parameters_are_refused(llama: ToyServer) -> None:
         {"path": "/etc/hostname"},
     ],
 )
-def test_an_edited_handle_is_refused(llama: ToyServer, changes: dict[str, Any]) -> None:
+def test_edited_handle_is_refused(llama: ToyServer, changes: dict[str, Any]) -> None:
     refused(edited_handle(llama, QKV, **changes))
 
 
 @pytest.mark.parametrize("changes", [{"offset": 1}, {"stride": (1, 128)}, {"shape": (64, 64)}, {"parameter": "x"}])
-def test_an_edited_view_is_refused_before_anything_is_opened(
+def test_edited_view_is_refused_before_anything_is_opened(
     llama: ToyServer, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "open_storage", lambda *_: pytest.fail("opened"))
@@ -213,7 +213,7 @@ def test_missing_model_folder_is_refused(llama: ToyServer) -> None:
     assert "/nowhere" in refused(llama.edited(model="/nowhere/at/all"), UsageError)
 
 
-def test_a_quantized_model_is_refused(llama: ToyServer, tmp_path: Path) -> None:
+def test_quantized_model_is_refused(llama: ToyServer, tmp_path: Path) -> None:
     config = tiny.llama()
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path / "quantized")

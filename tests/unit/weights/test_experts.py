@@ -72,7 +72,7 @@ def test_output_and_gradients_equal_a_loop_over_experts() -> None:
         assert (own - other).abs().max() < 1e-5 * other.abs().max()
 
 
-def test_no_weight_sized_tensor_is_kept() -> None:
+def test_expert_adapter_keeps_no_weight_sized_tensor() -> None:
     experts, inputs = layer()
     addresses = {parameter.data_ptr() for parameter in experts.parameters()}
     kept: list[int] = []

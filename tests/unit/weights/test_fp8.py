@@ -61,7 +61,7 @@ def test_experts_are_quantized_separately() -> None:
         assert fp8.digest(*both) == fp8.digest(*alone)
 
 
-def test_a_digest_depends_on_values_and_scales() -> None:
+def test_fp8_digest_depends_on_values_and_scales() -> None:
     values, scales = fp8.quantized(random(130, 130), "fp8_per_block")
     before = fp8.digest(values, scales)
     scales[1, 1] *= 2

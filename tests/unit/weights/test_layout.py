@@ -141,7 +141,7 @@ def test_nested_view_is_reported_as_an_overlap() -> None:
     assert "overlap" in layout.refused()
 
 
-def test_gaps_are_reported_wherever_they_are() -> None:
+def test_gaps_are_reported_at_any_position() -> None:
     model: dict[str, Shape] = {"a": (2,), "b": (2,)}
     for starts, words in {(1, 3): "its start and a", (0, 3): "a and b", (0, 2): "b and its end"}.items():
         views = {name: rows("w", (6,), start, 2) for name, start in zip("ab", starts, strict=True)}
@@ -150,12 +150,12 @@ def test_gaps_are_reported_wherever_they_are() -> None:
         assert words in message
 
 
-def test_three_faults_are_named_and_the_others_counted() -> None:
+def test_first_three_faults_are_named_and_others_counted() -> None:
     model: dict[str, Shape] = dict.fromkeys("abcde", (1,))
     assert "and 2 more" in Layout(model).refused()
 
 
-def test_strides_are_those_of_a_contiguous_tensor() -> None:
+def test_contiguous_strides_match_torch() -> None:
     assert contiguous_stride((12, 5, 2)) == (10, 2, 1)
     assert contiguous_stride(()) == ()
     assert contiguous_stride((7,)) == (1,)
@@ -190,7 +190,7 @@ def test_stacked_experts_join_into_one_view() -> None:
     assert join("p", (5, 8, 6), parts) == View(parameter="w", offset=0, shape=(5, 8, 6), stride=(48, 6, 1))
 
 
-def test_one_ranks_block_is_a_view_with_its_own_shape() -> None:
+def test_block_of_one_rank_is_a_view_with_its_own_shape() -> None:
     assert join("p", (8, 6), [part(meta(8, 6)[2:4], meta(2, 6))]).shape == (2, 6)
     assert join("p", (8, 6), [part(meta(8, 6)[:, 3:], meta(8, 3))]).shape == (8, 3)
 
@@ -199,7 +199,7 @@ def test_transpose_is_a_view_with_transposed_strides() -> None:
     assert join("p", (4, 6), [part(meta(4, 6).t(), meta(6, 4))]).stride == (1, 4)
 
 
-def test_a_parameter_of_one_element_is_a_view() -> None:
+def test_parameter_of_one_element_is_a_view() -> None:
     assert join("p", (1,), [part(meta(1), meta(3)[2:])]) == View(parameter="w", offset=2, shape=(1,), stride=(1,))
     assert join("p", (), [part(meta(), meta())]) == View(parameter="w", offset=0, shape=(), stride=())
 
@@ -378,6 +378,6 @@ def test_random_layouts_are_correct_or_refused(part: int) -> None:
 
 
 @pytest.mark.parametrize("odd", random_server.ODD, ids=lambda odd: odd.__name__)
-def test_each_single_oddity_is_refused(odd: random_server.Load) -> None:
+def test_each_unsupported_loader_behavior_is_refused(odd: random_server.Load) -> None:
     load = ("v", (slice(0, 4),), (), odd)
     assert laid_out(Server(shapes={"h": (4, 4)}, held={"v": (4, 4)}, loads={"h": [load]})) is None

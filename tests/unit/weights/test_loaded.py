@@ -99,7 +99,7 @@ def test_float16_is_refused_before_anything_is_loaded(folder: Path) -> None:
     assert "is in float16, expected bfloat16 or float32" in error.message
 
 
-def test_a_quantized_model_is_refused(folder: Path) -> None:
+def test_quantized_model_is_refused(folder: Path) -> None:
     reconfigure(folder, quantization_config={"quant_method": "fp8"})
     assert "quantized" in error_of(folder).message
 
@@ -190,7 +190,7 @@ def test_synchronizing_waits_for_the_chosen_gpu(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_auto_without_a_gpu_leaves_a_core_to_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_on_the_cpu_leaves_a_core_to_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
@@ -200,7 +200,7 @@ def test_auto_without_a_gpu_leaves_a_core_to_the_server(folder: Path, monkeypatc
         torch.set_num_threads(before)
 
 
-def test_the_copy_outlives_the_folder(folder: Path) -> None:
+def test_loaded_copy_outlives_the_folder(folder: Path) -> None:
     own = loaded.load(str(folder), device="cpu")
     shutil.rmtree(folder)
     assert all(parameter.isfinite().all() for parameter in own.model.parameters())
@@ -233,7 +233,7 @@ NO_DECODER, NO_POSITIONS = "has no decoder that transformers can find", "does no
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_class_that_cannot_be_trained_is_refused_by_name(
+def test_untrainable_model_class_is_refused_by_name(
     config: PretrainedConfig, name: str, reason: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)

@@ -246,7 +246,7 @@ def test_deleted_file_is_reported_as_missing(source: Path, out: Path, monkeypatc
 
 
 @pytest.mark.parametrize("at_start", [True, False])
-def test_an_unreachable_hub_name_is_refused(at_start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_name_is_refused(at_start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def offline(name: str, *, ignore_patterns: list[str], local_files_only: bool) -> str:
@@ -262,7 +262,7 @@ def test_an_unreachable_hub_name_is_refused(at_start: bool, monkeypatch: pytest.
     assert calls == [*first, ("someone/model", True), ("someone/model", False)]
 
 
-def test_a_missing_tokenizer_is_refused_at_the_start(source: Path) -> None:
+def test_missing_tokenizer_is_refused_at_the_start(source: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).unlink()
     with pytest.raises(UsageError, match="has no tokenizer files"):

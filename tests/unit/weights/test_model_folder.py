@@ -142,7 +142,7 @@ def test_tied_model_with_a_different_stored_head_is_refused(source: Path, out: P
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_a_model_of_views_reloads_bitwise_without_extra_bytes(
+def test_model_of_views_reloads_bitwise_without_extra_bytes(
     tied: bool, shard_bytes: int, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", shard_bytes)
@@ -307,7 +307,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink, lambda path: path.write_text("{}")])
-def test_an_unreadable_shard_is_named_before_any_write(
+def test_unreadable_shard_is_named_before_any_write(
     damage: Callable[[Path], object], source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", 20_000)
@@ -330,7 +330,7 @@ def test_invalid_index_is_refused(text: str, source: Path, out: Path) -> None:
         check(shared_model(tied=True), out)
 
 
-def test_a_folder_without_weights_is_refused(out: Path) -> None:
+def test_folder_without_weights_is_refused(out: Path) -> None:
     with pytest.raises(UsageError, match=f"{out}/{SINGLE_NAME} cannot be read"):
         check(shared_model(tied=True), out)
 

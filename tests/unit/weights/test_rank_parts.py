@@ -310,7 +310,7 @@ def files_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("max_bytes", [5 * 10**9, 200_000])
-def test_ranks_write_and_read_the_same_folder_as_one(
+def test_ranks_save_and_load_the_same_folder_as_one_process(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", max_bytes)

@@ -118,14 +118,14 @@ def test_dynamic_scaling_within_max_position_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("max_model_len", [None, LONGEST])
-def test_the_packing_check_sees_length_dependence(max_model_len: int | None) -> None:
+def test_packing_check_detects_length_dependent_rope(max_model_len: int | None) -> None:
     """The check must cover long positions: short sequences all use the short factors."""
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
         prepare(model, TrainConfig.of(model_name="m").compute, max_model_len=max_model_len)
 
 
-def test_the_packing_check_stops_at_the_servers_length() -> None:
+def test_packing_check_stops_at_the_servers_length() -> None:
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
     with nothing_logged():
         prepare(model, TrainConfig.of(model_name="m").compute, max_model_len=64)
@@ -170,7 +170,7 @@ def server(tmp_path: Path) -> ToyServer:
     return toy_server.serve(llama(LONG), tmp_path / "model")
 
 
-def test_an_attached_model_follows_its_server(server: ToyServer) -> None:
+def test_attached_model_follows_its_servers_rope(server: ToyServer) -> None:
     attached = attach(server.edited(max_model_len=LONGEST))
     of_long, of_short = (of_factors(name, 5, 1.4142135) for name in ("long", "short"))
     torch.testing.assert_close(turned(attached.model, 5), of_long)

@@ -99,13 +99,13 @@ def test_mapping_lives_as_long_as_its_tensors() -> None:
     assert tensor.item() == 3
 
 
-def test_a_file_that_is_too_small_is_refused_with_both_sizes() -> None:
+def test_shared_file_that_is_too_small_is_refused() -> None:
     block = allocate(256)
     with pytest.raises(AttachError, match="256 bytes, expected at least 257"):
         open_storage(block.path, 257)
 
 
-def test_the_size_is_sealed() -> None:
+def test_shared_file_size_is_sealed() -> None:
     block = allocate(8192)
     for size in (0, 4096, 16384):
         with pytest.raises(PermissionError):
@@ -113,7 +113,7 @@ def test_the_size_is_sealed() -> None:
     assert os.fstat(descriptor(block)).st_size == 8192
 
 
-def test_a_child_process_does_not_inherit_the_descriptor() -> None:
+def test_child_process_does_not_inherit_the_descriptor() -> None:
     block = allocate(256)
     assert not os.get_inheritable(descriptor(block))
     look = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, check=True, close_fds=False)
@@ -121,7 +121,7 @@ def test_a_child_process_does_not_inherit_the_descriptor() -> None:
     assert "bridge-weights" in str(Path(block.path).readlink())
 
 
-def test_an_opened_file_leaves_no_descriptor_behind(tmp_path: Path) -> None:
+def test_opened_file_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     block = allocate(256)
     (tmp_path / "plain").write_bytes(bytes(4096))
     before = open_files()
