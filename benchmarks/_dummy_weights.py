@@ -31,7 +31,7 @@ def installed(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
     (package / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{NAME} = {__name__}:patch\n")
     path = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
-    plugins = environment.get("VLLM_PLUGINS")  # unset: all
+    plugins = environment.get("VLLM_PLUGINS")  # unset means that all plugins load
     named = {} if plugins is None else {"VLLM_PLUGINS": f"{plugins},{NAME}"}
     return {**environment, "PYTHONPATH": path, **named}
 

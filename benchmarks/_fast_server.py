@@ -1,4 +1,4 @@
-"""A fake server that responds immediately, like vLLM's route with ids and log-probs; only the client costs time.
+"""A fake server that responds immediately, in the format of vLLM's route, so that only the client takes time.
 
 `python -m benchmarks._fast_server 8 256` prints its port, and returns 8 completions of 256 tokens per request until its
 stdin closes. A few responses are generated before the first request, and repeated.

@@ -1,8 +1,8 @@
-"""FlashAttention for TRL by torch's own kernel, without the flash-attn package or a kernel from a hub.
+"""FlashAttention for TRL with torch's own kernel, without the flash-attn package or a kernel from the hub.
 
 `register` adds it to transformers under `NAME`, for `attn_implementation`. transformers then does the same as for
 FlashAttention 2: it removes the padding, calls these functions, which have the names and arguments of flash-attn, and
-restores the padding. Only the kernel's source differs. AsyncGRPO calls `flash_attn_varlen_func` itself. Without a GPU,
+restores the padding. Only the kernel differs. AsyncGRPO calls `flash_attn_varlen_func` itself. Without a GPU,
 for trials, the same is computed span by span.
 
 vLLM's copy of FlashAttention 3 cannot be used because it is built without a backward pass.

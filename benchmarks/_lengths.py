@@ -1,4 +1,4 @@
-"""Completions of given lengths, the same for both sides of `grpo.py`: each completion of a prompt has its own cap.
+"""Completions with prescribed lengths, the same for both sides of `grpo.py`: each completion has its own cap.
 
 vLLM applies a request's limit to all of its completions. Imported by a server as `--middleware
 benchmarks._lengths.Capped`, this module gives each completion its own limit instead, which depends on the prompt and

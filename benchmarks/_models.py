@@ -110,7 +110,7 @@ def spread(parameter: Tensor, generator: torch.Generator, *, is_table: bool = Fa
 
 
 def is_table(name: str, names: Collection[str]) -> bool:
-    """Return whether `name` is an embedding that is not tied to the head, given the `names` of all parameters."""
+    """Return whether `name` is an embedding that is not tied to the head; `names` are those of all parameters."""
     return name.endswith("embed_tokens.weight") and "lm_head.weight" in names
 
 

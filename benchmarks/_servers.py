@@ -200,8 +200,8 @@ async def one_round(
         seconds = time.perf_counter() - start
     for answer in answers:
         answer.raise_for_status()
-    if not as_rollouts or is_stock:  # these always end at their limit
+    if not as_rollouts or is_stock:  # the rollout route's completions always end at their limit
         return float(options.requests * options.tokens / seconds)
-    choices = (choice for answer in answers for choice in answer.json()["choices"])  # some may have ended early
+    choices = (choice for answer in answers for choice in answer.json()["choices"])  # some may end early
     num_tokens: int = sum(len(choice["token_ids"]) for choice in choices)
     return num_tokens / seconds

@@ -71,7 +71,7 @@ def run(
     finally:
         children.stop(child)
     reader.join(timeout=10)
-    del result.stamps[num_lines:], result.lines[num_lines:]  # a summary, if it ended by itself
+    del result.stamps[num_lines:], result.lines[num_lines:]  # drop the summary of a run that ended by itself
     result.seconds = time.monotonic() - begun
     if len(result.lines) < num_lines:
         result.failure = f"not done after {limit_s:.0f} s" if alive else reason(log)

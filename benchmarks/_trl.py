@@ -46,7 +46,7 @@ COMPILED = ("model", "layers")
 def main() -> None:
     """Train, and print one line per step."""
     is_first = os.environ.get("RANK", "0") == "0"
-    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))  # set by torchrun; otherwise runs share 29500
+    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))  # else all runs would use port 29500
     lines = os.fdopen(os.dup(1), "w", buffering=1) if is_first else None
     os.dup2(2, 1)  # vLLM logs to stdout, which is reserved for results
     options = flags().parse_args()
@@ -108,7 +108,7 @@ def on_bridge(options: argparse.Namespace, args: Any) -> Iterator[dict[str, Any]
             StartedServer(ServerCommand.of(config, engine), log).running(),
             bridge.attach(config.vllm_config_path) as policy,
         ):
-            say(log.read_text(errors="replace"))  # the size of its KV cache, for grpo.py
+            say(log.read_text(errors="replace"))  # grpo.py reads the size of the KV cache
             arguments = bridge.for_trl(policy, args)
             if options.trl_optimizer:
                 del arguments["optimizers"]

@@ -121,7 +121,7 @@ def run(folder: Path, model: Path, flags: Sequence[str]) -> tuple[list[dict[str,
     """Train in a separate process; return its metrics and summary."""
     made = RunDirectory(folder)
     paths = ["--run-dir", str(folder), "--vllm-config-path", str(made.manifest), "--port", str(free_port(HOST))]
-    share = ["--gpu-memory-utilization", "0.2"]  # enough for a model of a megabyte
+    share = ["--gpu-memory-utilization", "0.2"]  # enough for a one-megabyte model
     eager = [] if torch.cuda.is_available() else ["--", "--enforce-eager"]  # compiling takes longer than all steps
     command = [sys.executable, "-c", BRIDGE, "run", "--model", str(model), *TASK, *paths, *flags, *share, *eager]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -186,7 +186,7 @@ def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[
 
 
 def newest_adapter(sampled: Sampled) -> str:
-    """Return the name of the adapter that the server offers besides the base model."""
+    """Return the name of the adapter that the server lists in addition to the base model."""
     with VllmClient(sampled.url) as server:
         return next(model.id for model in server.models() if model.id.startswith(protocol.ADAPTER))
 

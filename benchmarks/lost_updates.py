@@ -1,4 +1,4 @@
-"""How much of an update each optimizer keeps: the demo's task at a learning rate below bf16's resolution.
+"""How much of an update each optimizer retains: the demo's task at a learning rate below bf16's resolution.
 
 Every optimizer trains the demo's model in place on one live server, from the same weights with the same seed. The
 reference holds a float32 master of every weight, updates it with torch's AdamW, and rounds it into the live weight;

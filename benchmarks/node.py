@@ -1,4 +1,4 @@
-"""A host with several GPUs: speed on 1, 2, 4 and 8, large models, and replicas that stay equal and survive losses.
+"""A host with several GPUs: speed on 1, 2, 4 and 8, large models, and replicas that stay equal and survive failures.
 
     python -m benchmarks.node --gpus 8
     python -m benchmarks.node --gpus 8 --limit-s 560                     # again, to continue after running out of time

@@ -1,4 +1,4 @@
-"""Replicas stay equal and survive losses: two tests of runs on several GPUs of a host, or in several CPU processes.
+"""Replicas stay equal and survive failures: two tests of runs on several GPUs of a host, or in several CPU processes.
 
     python -m benchmarks.replicas --gpus 2
     python -m benchmarks.replicas --gpus 4 --parts 2 --proofs stays_equal

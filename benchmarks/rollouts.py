@@ -1,4 +1,4 @@
-"""Cost of the rollout client itself: CPU time per completion, and memory over the run.
+"""Cost of the rollout client itself: CPU time per completion, and memory over a run.
 
     python -m benchmarks.rollouts --groups 2000 --samples 8 --tokens 256 --per-call 2000 64
 

@@ -1,4 +1,4 @@
-"""Check that a refactoring changed no number: record what training computes in one tree, and compare with another.
+"""Check that a refactoring does not change any number: record what training computes in two trees, and compare.
 
     python -m benchmarks.same_steps record --tree ../before --out before.json
     python -m benchmarks.same_steps record --tree . --out after.json
@@ -126,7 +126,7 @@ RUN = {
     "two parts": Scenario(flags="--tensor-parallel-size 2", stop_after=1),
     "two parts, an adapter": Scenario(flags="--tensor-parallel-size 2 --mode lora_only --lora-r 8"),
 }
-if find_spec("torchvision") is not None:  # the processors of these models import it
+if find_spec("torchvision") is not None:  # the processors of these models import torchvision
     RUN["images"] = Scenario(
         flags="--environment jsonl --data {scratch}/pictures/train.jsonl --reward {colors}:names_it --max-new-tokens 1",
         model="pictures",

@@ -2,8 +2,8 @@
 
     python -m benchmarks.speculation --size 1.5b --requests 8
 
-With vLLM's dummy weights, greedy sampling repeats itself immediately, so that every draft is accepted: this is the most
-that speculation can gain. `--requests 256` shows what drafts cost a busy server.
+With vLLM's dummy weights, greedy sampling repeats itself immediately, so every draft is accepted: this is the largest
+possible gain from speculation. `--requests 256` shows what drafts cost a busy server.
 """
 
 import argparse

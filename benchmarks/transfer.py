@@ -116,7 +116,7 @@ def server_command(model: Path, folder: Path, gpu: int) -> ServerCommand:
 
 
 def random_copy(model: str, *, device: str, **_: Any) -> OpenedModel:
-    """Return a model with random weights, which are in no file, on the device."""
+    """Return a model with random weights on the device, without writing a file."""
     target = torch.device(device)
     with target:
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)

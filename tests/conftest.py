@@ -1,4 +1,4 @@
-"""Shared by all tests: a marker per folder, GPU tests only if there is a GPU, and the options of some targets."""
+"""Shared by all tests: a marker per folder, GPU tests only with a GPU, and options of some make targets."""
 
 import getpass
 import logging
@@ -34,7 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for ignored in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(ignored, signal.SIG_DFL)
 
-# torch's cache on disk ignores this variable: what it holds for vector instructions would be compiled without them.
+# torch's disk cache ignores this variable, so code compiled without vector instructions would be reused with them.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
@@ -42,7 +42,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 # Tests read in `caplog` what a run would print.
 logging.getLogger("bridge").setLevel(logging.INFO)
 
-# TRL, once imported, silences each vLLM that this process starts later, and some tests read what their server logs.
+# Once imported, TRL silences every vLLM that this process starts later, but some tests read their server's log.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
@@ -54,14 +54,14 @@ def _nothing_logged_before() -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Leave out what torch logs, for some of its lines appear only where an earlier test has compiled something."""
+    """Leave out torch's log lines, because some appear only if an earlier test has compiled something."""
     caplog.handler.addFilter(lambda record: record.name.partition(".")[0] != "torch")
     return caplog
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _constants_stay() -> Iterator[None]:
-    """Fail if a module's tests leave a constant of the product changed, since later tests would run with it."""
+    """Fail if a module's tests leave a constant of the product changed, since later tests would use that value."""
     before = _constants()
     yield
     after = _constants()

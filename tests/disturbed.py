@@ -3,7 +3,7 @@
 Each publication appends one line to the record before it is requested: the new version and the digest of every tensor.
 Whatever the server later serves as that version must match.
 
-Not covered: what follows from a fault (`ground.py`).
+Not covered: the state after a fault (`ground.py`).
 """
 
 import json
@@ -143,7 +143,7 @@ def engine_of(trainer: Trainer) -> psutil.Process:
 
 
 def stop(process: psutil.Process) -> None:
-    """Stop a process for a while; it continues even if this process has ended."""
+    """Suspend a process for a while; it continues even if this process exits."""
     process.suspend()
     subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {process.pid}"], start_new_session=True)
 
@@ -157,7 +157,7 @@ def ask(request: str, *, limit_s: float | None = None) -> None:
 
 
 def foreign(trainer: Trainer) -> None:
-    """Send requests like a stranger who knows the routes but not the token."""
+    """Send requests as an outsider who knows the routes but not the token."""
     assert trainer.client is not None
     for route in ("lease", "pause", "publish", "resume", "tensors/write", "adapter"):
         request = urllib.request.Request(f"{trainer.client.url}/bridge/{route}", data=b"{}", method="POST")
@@ -234,7 +234,7 @@ def _lose(http: httpx.Client) -> None:
 
 def while_it_writes(trainer: Trainer) -> None:
     """Strike when some of the step's parameters are written."""
-    slabs.SMALL_ELEMENTS["cpu"] = 0  # otherwise all parameters of a small model are written at once
+    slabs.SMALL_ELEMENTS["cpu"] = 0  # otherwise all parameters of a small model are written together
     write = SplitMasterAdamW._step_piece
 
     def disturbed(self: SplitMasterAdamW, piece: Piece, *given: Any) -> None:
@@ -305,7 +305,7 @@ def arm(disturbance: Disturbance) -> Trainer:
     trainer = Trainer(disturbance)
     if disturbance != UNDISTURBED:
         HOOKS[disturbance.phase](trainer)
-    watch(trainer)  # outside the hook: a step is counted before it is disturbed
+    watch(trainer)  # wrap outside the fault's hook, so that a step is counted before it is disturbed
     return trainer
 
 

@@ -1,7 +1,7 @@
 """The proof of one family: a tiny model is served, trained in place, compared with its checkpoint, and verified.
 
-Experts are those that the server reports, in training and in plain transformers: one that rounding exchanges differs by
-more than a wrong weight, and in a layer with a state for all tokens that follow.
+Training and plain transformers use the experts that the server reports: an expert swapped by rounding differs by
+more than a wrong weight, and in layers with a state, for all following tokens.
 
 Not covered: the families (`models/families.py`), and their results (`family_results.py`).
 """
@@ -57,7 +57,7 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
     assert {path.name for path in model.iterdir()} <= {path.name for path in saved.iterdir()}
     was, now = plain.model.state_dict(), trained.model.state_dict()
     for name, parameter in skeleton.build(str(model), torch.bfloat16).named_parameters():
-        if not parameter.requires_grad:  # another part of the model, or a buffer of the plain one
+        if not parameter.requires_grad:  # another part of the model, or a buffer in plain transformers
             assert torch.equal(now[name], was[name]), name
     assert max(before, after) < scenarios.FAMILY_PARITY_LIMIT, (before, after, moved)
     assert moved > MOVED_AT_LEAST * after, (before, after, moved)
@@ -74,7 +74,7 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
 
 
 def together(shard: Shard) -> tuple[str, ...]:
-    """Return the last names of parameters that share one of vLLM's, and whether the vocabulary is padded."""
+    """Return the last name parts of parameters that share a vLLM parameter, and whether the vocabulary is padded."""
     parts: dict[str, list[str]] = {}
     for name, view in sorted(shard.param_mappings.items(), key=lambda item: item[1].offset):
         parts.setdefault(view.parameter, []).append(name.removesuffix(".weight").removesuffix(".bias"))

@@ -253,7 +253,7 @@ def record_parts(family: str, num_parts: int, difference: float) -> None:
 
 
 def record_readers(results: Results) -> None:
-    """Write how other programs read each family's folders to their file, and to the page."""
+    """Write to their file and to the page how other programs read each family's folders."""
     _add("readers", results)
 
 
@@ -286,7 +286,7 @@ def _appended(file: Path) -> Iterator[tuple[list[dict[str, Any]], Callable[[obje
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
-    """Return the lines, except truncated ones, whose families are checked again."""
+    """Return the complete lines; families whose lines are truncated are checked again."""
     lines = list[dict[str, Any]]()
     for line in text.splitlines():
         with suppress(json.JSONDecodeError):

@@ -1,9 +1,9 @@
 """`bridge` commands in processes forked from one that has already imported everything.
 
-A cold `bridge train` spends six seconds of CPU time on imports; a forked one starts at once. Otherwise it behaves like
+A cold `bridge train` spends six seconds of CPU time on imports; a forked one starts immediately. Otherwise it acts like
 the real command: it has its own pid, working directory, environment, output, signal handlers and exit code.
 
-Not covered: trainers on a GPU, and the few tests of the command line itself, which run it cold (`scenarios.bridge`).
+Not covered: trainers on a GPU, and the few tests of the command line itself, which start it cold (`scenarios.bridge`).
 """
 
 import multiprocessing

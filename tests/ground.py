@@ -1,7 +1,7 @@
 """A server whose trainers are disturbed, and a check after each fault that it serves only published weights.
 
 A server passes if its weights equal, tensor by tensor, those recorded before its version was published, or if it
-generates nothing and `bridge restore` restores a whole checkpoint.
+generates nothing and `bridge restore` restores a complete checkpoint.
 
 Not covered: the faults themselves (`disturbed.py`).
 """
@@ -61,7 +61,7 @@ Serve = Callable[..., AbstractContextManager[LiveServer]]
 
 @dataclass
 class Ground:
-    """One address, its servers over time, and the weights of each of their versions."""
+    """A server address, the servers that run there over time, and the weights of each of their versions."""
 
     folder: Path
     model: Path
@@ -181,7 +181,7 @@ class Ground:
         return Proof("torn", f"torn; {self._restored(status)}")
 
     def _start(self) -> None:
-        self.num_servers += 1  # each server has its own folder, without another's manifest
+        self.num_servers += 1  # a separate folder per server, without an earlier server's manifest
         folder = self.folder / f"server_{self.num_servers}"
         self.server = self._stack.enter_context(self.serve(self.model, folder, port=self.port))
         self._check_equals(self.model)

@@ -37,7 +37,7 @@ class Memory:
     def sample(self, step: int) -> None:
         """Record how much memory every process holds now.
 
-        Both resident memory and the unique part of it, which leaves out pages of the weights that both sides map.
+        Record resident memory, and its unique part, which excludes pages of the weights that both sides map.
         """
         self.steps.append(step)
         served = [self.server, *self.server.children(recursive=True)]
@@ -51,7 +51,7 @@ class Memory:
     def growth(self, since: int) -> dict[str, float]:
         """Return the rise of the regression line through the samples from step `since` on, in MiB.
 
-        A line rather than the difference of two samples, which vary with what an allocator happens to keep.
+        A regression line, because single samples vary with the memory that allocators happen to keep.
         """
         first = next(index for index, step in enumerate(self.steps) if step >= since)
         steps = self.steps[first:]

@@ -125,7 +125,7 @@ def main() -> None:
     for number, family in enumerate(chosen.families):
         source = tiny.write(ALL[family](), chosen.folder / f"{number:02}" / "source")
         sources[family] = {"5": source}
-    if chosen.transformers4:  # the same models in the form of transformers 4
+    if chosen.transformers4:  # the same models in transformers 4's format
         rewritten = read(chosen.transformers4, [each["5"] for each in sources.values()], form="rewrite")
         for each in sources.values():
             if "error" not in rewritten[str(each["5"])]:
@@ -151,7 +151,7 @@ def main() -> None:
         results[family] = {"folders": len(made), "versions": f"{datetime.now(UTC):%Y-%m-%d}: {versions}"}
         for name, column in (("transformers 4", "transformers_4"), ("vLLM", "vllm")):
             results[family][column] = judged(made, reports, name) if name in reports else "not run"
-        if "error" in reports.get("vLLM", {}).get(str(sources[family]["5"]), {}):  # and so of what is made of it
+        if "error" in reports.get("vLLM", {}).get(str(sources[family]["5"]), {}):  # all copies fail, too
             results[family]["vllm"] = "refuses the source, too"
         alone = [sources[family]["5"]]
         known = shortest(judged(alone, reports, "transformers 4")) if chosen.transformers4 else "not run"
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def shortest(found: object) -> object:
-    """Return the nats that a text names, or what else went wrong in a few words."""
+    """Return the number of nats in a text, or the reason of the failure in a few words."""
     if not isinstance(found, str):
         return found
     named = re.search(r"log-probs differ by (\S+) nats", found)

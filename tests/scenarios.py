@@ -224,7 +224,7 @@ def bridge(
     """Run the `bridge` command in `folder` and check its exit code.
 
     It is forked from a process that has imported everything, unless there is a GPU or it must start `cold`, as a user's
-    does.
+    command does.
     """
     run_it = _cold if cold or torch.cuda.is_available() else forked.ended
     done = run_it(arguments, folder, limit_s=limit_s)
@@ -288,7 +288,7 @@ def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIM
 
 
 def check_replay(run: Path, *, is_on: bool) -> None:
-    """Check that all steps or no step replayed the server's experts, from which the trainer's routers rarely differ."""
+    """Check that all or no steps replayed the server's experts, from which the trainer's routers rarely differ."""
     shares = [step["rerouted_share"] for step in metrics(run) if step["tokens_trained"]]
     assert shares
     if is_on:

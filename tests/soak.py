@@ -1,9 +1,9 @@
-"""Disturb trainers on a real server at random, and check after each fault that nothing half-written is served.
+"""Inject random faults into trainers on a real server, and check after each that no half-written weights are served.
 
     python -m tests.soak --minutes 10 --seed 0        (make soak MINUTES=10 SEED=0)
 
 Prints one line per fault and a summary; exits with 1 if a check failed. The seed determines the order of the faults,
-the time their number.
+and the time limit determines how many there are.
 
 Not covered: the proof (`ground.py`), and each fault's effect on the trainer (`tests/cli/test_fault_matrix.py`).
 """

@@ -1,4 +1,4 @@
-"""Streams of rollouts with the choices of a `TrainConfig`, as a run opens them."""
+"""Open rollout streams from a `TrainConfig`, as a run does."""
 
 from collections.abc import Callable
 from typing import Any

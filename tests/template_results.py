@@ -1,4 +1,4 @@
-"""How Bridge handles the chat templates of real models, and docs/templates.md, which is generated from that.
+"""How Bridge handles the chat templates of real models; docs/templates.md is generated from these results.
 
 `python -m tests.template_results` writes the page. The templates are TRL's own copies of what models ship
 (`trl/chat_templates`, without those that TRL changed for training), and Mistral's format v3. The tokenizers are created

@@ -364,7 +364,7 @@ def names_the_experts_of_its_version(alternation: Alternation, load: Load) -> No
 
 
 def agrees_without_fences(alternation: Alternation, load: Load) -> None:
-    """Check that the tolerance has margin: with constant weights, server and transformers stay within half of it."""
+    """Check the tolerance's margin: with constant weights, server and transformers differ by less than half of it."""
     verdict = alternation.judge(alternation.under_load(load, lambda: None), load.tolerance)
     print("no fence", verdict)  # noqa: T201
     assert (verdict.neither, verdict.mislabeled) == (0, 0), verdict
@@ -405,7 +405,7 @@ def _quantized(model: PreTrainedModel, attached: AttachedModel) -> PreTrainedMod
     _copy(attached.parameters, dict(model.named_parameters()))
     quantized, tensors = attached.shard.quantized, attached.server_tensors
     is_plain = attached.device.type == "cpu" and "fp8_per_block" in quantized.values()
-    wide = model.dtype if is_plain else torch.float32  # for weights that are rounded to that dtype
+    wide = model.dtype if is_plain else torch.float32  # the weights are rounded to that dtype
     served = copy.deepcopy(model).to(wide)
     dequantized = {
         name: fp8.dequantized(*fp8.quantized(tensors[name], how), how, wide) for name, how in quantized.items()
@@ -457,7 +457,7 @@ class _Requests:
         response = http.post(COMPLETIONS, json=body).raise_for_status()
         for choice in response.json()["choices"]:
             tokens, runs = (*prompt, *choice["token_ids"]), tuple(map(tuple, choice["versions"]))
-            if choice["token_ids"]:  # an aborted one may have none
+            if choice["token_ids"]:  # an aborted request may have no tokens
                 experts = None if self._shape is None else self._experts(choice["experts"], len(tokens) - 1)
                 yield Answer(tokens, torch.tensor(choice["logprobs"]["token_logprobs"]), runs, experts)
 

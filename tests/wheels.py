@@ -1,4 +1,4 @@
-"""Bridge's own wheel, built from this checkout."""
+"""Build Bridge's wheel from this checkout."""
 
 import shutil
 import subprocess

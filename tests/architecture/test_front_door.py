@@ -69,6 +69,6 @@ def test_the_installed_package_is_ours(package: str) -> None:
         ("vllm.endpoint_plugins", "bridge_patches.routes:BridgeRoutes"),
     ],
 )
-def test_vllm_finds_our_plugins(group: str, target: str) -> None:
+def test_vllm_finds_bridges_plugins(group: str, target: str) -> None:
     program = "import sys; from importlib.metadata import entry_points; print(entry_points(group=sys.argv[1]))"
     assert target in _python(program, group)

@@ -113,7 +113,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_site_has_every_page_of_the_docs() -> None:
+def test_site_has_every_page_of_the_docs() -> None:
     shown = re.findall(r"^  - .*: ([\w.]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(["index.md", *(page.name for page in (ROOT / "docs").glob("*.md"))])
 

@@ -1,4 +1,4 @@
-"""What no linter checks: only one file talks to C, and no file contains a path outside the checkout."""
+"""Rules that no linter checks, such as: no file contains a path outside the checkout."""
 
 import ast
 import re
@@ -83,7 +83,7 @@ def test_paths_outside_the_checkout_are_detected(text: str, expected: list[str])
     assert _foreign_paths(text, Path("/place/checkout")) == expected
 
 
-def test_in_a_shared_folder_only_the_checkout_counts() -> None:
+def test_paths_of_a_shared_parent_folder_are_not_reported() -> None:
     assert _foreign_paths("/tmp/other and /tmp/checkout/bridge", Path("/tmp/checkout")) == ["/tmp/checkout/bridge"]
 
 

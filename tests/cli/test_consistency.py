@@ -36,7 +36,7 @@ def facts(folder: Path, **choices: Any) -> consistency.Facts:
     return consistency.facts((TrainConfig.of(model_name=str(folder), **choices), serve), flags)
 
 
-def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_difference_between_hosts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     (tmp_path / "model.safetensors").write_text("weights")
     (tmp_path / "task.py").write_text("class A: ...")

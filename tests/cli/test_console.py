@@ -79,7 +79,7 @@ def test_control_sequences_are_escaped_above_a_live_view(way: str) -> None:
 
 
 @pytest.mark.parametrize("has_view", [False, True])
-def test_narrow_terminal_cuts_the_wait_text_not_the_detail(has_view: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_terminal_shortens_the_wait_text_first(has_view: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     view, output = View(), io.StringIO()
     monkeypatch.setattr(console, "people", Console(file=output, force_terminal=True, no_color=True, width=80))
     what = "starting vLLM (pid 23033, log runs/20261126-193957-Calculator/serve.log)"

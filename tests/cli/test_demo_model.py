@@ -36,7 +36,7 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
-def test_the_folder_loads_as_a_small_bfloat16_model(made: Path) -> None:
+def test_demo_folder_loads_as_a_small_bfloat16_model(made: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(made)
     assert model.dtype == torch.bfloat16
     assert 400_000 < model.num_parameters() < 1_000_000
@@ -85,7 +85,7 @@ def test_progress_counts_every_step(tmp_path: Path) -> None:
     assert progress == [(step, 5) for step in range(1, 6)]
 
 
-def test_a_broken_build_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
     listings: list[list[Path]] = []
 
     def break_late(step: int, num_steps: int) -> None:
@@ -109,7 +109,7 @@ def test_model_made_by_a_concurrent_process_is_used(made: Path, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_an_unwritable_cache_names_its_variable(tmp_path: Path) -> None:
+def test_unwritable_cache_error_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match=r"cannot write the demo's model") as caught:
         demo_model.make(tmp_path / "file" / "bridge", progress=ignore, recipe=SHORT)

@@ -122,7 +122,7 @@ def test_trial_runs_on_the_servers_visible_gpu() -> None:
     assert doctor.trial_gpu(CPU_FACTS, manifest(gpu_uuid=UUID)) is None
 
 
-def test_a_half_installed_environment_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_installed_environment_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "httpx" else "99")
     monkeypatch.setattr(software, "our_requirements", lambda: ["httpx>=0.27", "rich>=13"])
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
@@ -131,7 +131,7 @@ def test_a_half_installed_environment_is_reported(monkeypatch: pytest.MonkeyPatc
     assert checks[-1].found == "httpx not installed"
 
 
-def test_other_operating_systems_get_only_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_operating_system_gets_only_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     sections = list(doctor.examine(None, None, "auto"))
     assert [check.status for _, checks in sections for check in checks] == ["FAIL"]

@@ -1,4 +1,4 @@
-"""Every fault in every phase of a step, with the real command line and a real fence: nothing half-written is served.
+"""Every fault in every phase of a step, with the real command line and fence: half-written weights are never served.
 
 The second of three steps is disturbed, and every step is saved. Afterwards the server's weights must equal a published
 version, tensor by tensor. A torn server must generate nothing until a checkpoint is restored. Every checkpoint must be
@@ -129,7 +129,7 @@ def test_stream_resumes_with_each_problem_exactly_once(ground: Ground, fault: st
     assert ground.prove().outcome == "whole"
 
 
-def test_a_second_trainer_names_the_first(ground: Ground) -> None:
+def test_second_trainer_is_refused_and_the_first_is_named(ground: Ground) -> None:
     refused = ground.disturb(Disturbance(fault="a second trainer", phase="rollouts", step=DISTURBED_STEP))
     assert refused.beside is not None
     assert "another trainer (pid " in refused.beside.stderr

@@ -41,7 +41,7 @@ def test_command_help_is_not_truncated(
     assert max(len(line) for line in shown.splitlines()) <= columns
 
 
-def test_the_bare_command_shows_the_help() -> None:
+def test_command_without_arguments_shows_the_help() -> None:
     assert bridge().stdout.strip() == bridge("--help").stdout.strip()
 
 
@@ -57,7 +57,7 @@ def test_wrong_flag_suggests_the_nearest_one() -> None:
     assert "--training-steps" in done.stderr
 
 
-def test_vllm_flag_before_the_dashes_is_refused_with_its_place() -> None:
+def test_vllm_flag_before_the_dashes_is_refused_with_a_hint() -> None:
     done = bridge("serve-vllm", "--model", "m", "--enforce-eager")
     assert done.returncode == 2
     assert "after --" in done.stderr
@@ -133,7 +133,7 @@ def test_sigterm_ends_a_command_like_an_interrupt() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_a_command_that_has_ended_prints_nothing(number: int) -> None:
+def test_signal_after_a_command_has_ended_prints_nothing(number: int) -> None:
     code = (
         "import atexit, os, sys\nfrom bridge_cli.main import main\n"
         f"atexit.register(lambda: os.kill(os.getpid(), {int(number)}))\n"
@@ -153,7 +153,7 @@ def test_h_prints_the_help(command: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert texts[0] == texts[1] != ""
 
 
-def test_the_shell_completes_commands_and_flags() -> None:
+def test_shell_completes_commands_and_flags() -> None:
     code = "from bridge_cli.main import main; main()"
     for words, wanted in (
         ("bridge ver", "verify"),

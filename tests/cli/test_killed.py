@@ -1,4 +1,4 @@
-"""A trainer killed with -9 between two checkpoints resumes as if it had never been killed, on a fence without vLLM.
+"""A trainer killed with -9 between two checkpoints resumes as if it had never been killed, on a server without vLLM.
 
 Not covered: the real vLLM (`tests/cpu/test_killed.py`), trainers killed inside the fence (`tests/cpu/test_restore.py`),
 bit-equal weights, which take a deterministic sampler (`tests/unit/run/test_trainer_resume.py`), and saves killed at
@@ -207,7 +207,7 @@ def run(server: LiveServer, problems: dict[int, list[str]], tmp_path: Path) -> R
     ],
     ids=["while it samples", "when it published", "when it noted that", "while it saves"],
 )
-def test_a_killed_trainer_resumes_without_gap_or_repeat(
+def test_killed_trainer_resumes_without_gap_or_repeat(
     run: Run, problems: dict[int, list[str]], by: Disturbance | str, lost: list[int], num_scratch: int
 ) -> None:
     run.killed(by)
@@ -219,7 +219,7 @@ def test_a_killed_trainer_resumes_without_gap_or_repeat(
     run.check_whole()
 
 
-def test_a_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: dict[int, list[str]]) -> None:
+def test_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: dict[int, list[str]]) -> None:
     run.killed(WHILE_IT_SAMPLES)
     os.truncate(run.saved / LAST / "model.safetensors", 1000)
     lines = run.train("--resume", expect=0)

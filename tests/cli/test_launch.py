@@ -93,7 +93,7 @@ RUN = [*BEFORE, "start", "train", "stop", "print the ending"]
 
 
 @pytest.mark.parametrize("layout", [None, RankLayout(1, "", [None])], ids=["a rank", "alone"])
-def test_a_job_is_checked_served_trained_and_ended(
+def test_job_runs_checks_server_training_and_ending_in_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: RankLayout | None
 ) -> None:
     assert launched(monkeypatch, tmp_path, RecordedServers(), layout=layout) == RUN
@@ -112,7 +112,7 @@ def test_failed_training_stops_its_server_and_prints_the_ending(
     [("check", BEFORE[:1]), ("prepare", BEFORE[:2]), ("record", BEFORE), ("start", [*BEFORE, "start", RUN[-1]])],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("no room", hint="make some")])
-def test_a_job_that_never_trained_leaves_no_run_directory(
+def test_job_that_never_trained_leaves_no_run_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails_in: str, steps: list[str], error: BaseException
 ) -> None:
     assert launched(monkeypatch, tmp_path, RecordedServers(fails_in, error)) == steps

@@ -92,7 +92,7 @@ def test_view_shows_progress_metrics_and_a_sample() -> None:
         ("1 min 03 s", "2 min 03 s", "1 min 03 s to 2 min 03 s"),
     ],
 )
-def test_a_range_names_both_units_if_they_differ(low: str, high: str, span: str) -> None:
+def test_value_range_has_both_units_if_they_differ(low: str, high: str, span: str) -> None:
     assert live.value_range(low, high) == span
 
 
@@ -186,7 +186,7 @@ def test_view_is_shown_only_on_an_interactive_terminal(
     assert live.wanted(on, environment, has_data=False) is False
 
 
-def test_without_a_terminal_each_step_and_evaluation_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_without_a_terminal_has_one_line_per_step(capfd: pytest.CaptureFixture[str]) -> None:
     documents: list[str] = []
     with live.reporting_to_people(2, "run directory: r", data=documents.append) as reporter:
         reporter.phase("evaluation")
@@ -262,7 +262,7 @@ def test_error_restores_the_terminal(error: type[BaseException], monkeypatch: py
     assert (sys.stderr, console._view) == (before, None)
 
 
-def test_stalled_terminal_does_not_hold_up_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_terminal_does_not_delay_training(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, stuck = threading.Event(), threading.Event()
 
     class Stalled(io.StringIO):

@@ -73,16 +73,16 @@ def test_each_node_gets_the_same_command_with_a_rendezvous(near: Path) -> None:
     assert one["actor"] != other["actor"]
 
 
-def test_the_exit_code_is_that_of_the_hosts(near: Path) -> None:
+def test_exit_code_comes_from_the_hosts(near: Path) -> None:
     assert placed(near, FAILS) == 2
 
 
-def test_a_lost_node_restarts_from_the_newest_checkpoint(near: Path) -> None:
+def test_lost_node_restarts_from_the_newest_checkpoint(near: Path) -> None:
     assert placed(near, IS_LOST, restarts=1) == 0
     assert all("--resume" in host["argv"] for host in hosts(near))
 
 
-def test_a_lost_node_ends_a_run_without_restarts_in_one_line(near: Path) -> None:
+def test_lost_node_ends_a_run_without_restarts_in_one_line(near: Path) -> None:
     with pytest.raises(RankError, match="a host was lost"):
         placed(near, IS_LOST)
 
@@ -93,12 +93,12 @@ def test_too_few_nodes_are_reported_in_one_line(near: Path, monkeypatch: pytest.
         on_ray.run(3, 0, 1, "cpu")
 
 
-def test_a_given_rendezvous_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rendezvous_with_ray_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.answer(["run", "--model", "m", "--hosts", "2", "--rendezvous", "a:1", "--ray"]) != 0
     assert "--ray chooses the hosts" in capsys.readouterr().err
 
 
-def test_without_ray_the_hint_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_hint_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match="--ray: Ray is not installed here"):
         on_ray.run(2, 0, 1, "cpu")

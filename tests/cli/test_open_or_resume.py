@@ -43,7 +43,7 @@ class Opened:
         ("rollouts>=1", "there is no metric 'rollouts'", "did you mean "),
     ],
 )
-def test_an_invalid_stop_at_is_refused(stop_at: str, message: str, hint: str) -> None:
+def test_invalid_stop_at_is_refused(stop_at: str, message: str, hint: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as refused:
         open_run(TrainConfig.of(model_name="m", stop_at=stop_at))
     assert hint in refused.value.hint
@@ -108,7 +108,7 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
 
 
-def test_a_run_resumes_in_its_directory_from_the_newest(workspace: Workspace) -> None:
+def test_run_resumes_in_its_directory_from_the_newest(workspace: Workspace) -> None:
     workspace.save(2)
     newest = workspace.save(4)
     opened = workspace.open(resume=True)
@@ -150,7 +150,7 @@ def test_resumed_run_may_name_its_own_directory(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_different_empty_directory_becomes_a_new_run(workspace: Workspace, exists: bool) -> None:
+def test_resume_into_an_empty_directory_starts_a_new_run(workspace: Workspace, exists: bool) -> None:
     workspace.save(4)
     other = workspace.folder / "other"
     if exists:
@@ -207,7 +207,7 @@ def test_folders_with_unrelated_names_are_ignored(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_run_without_a_checkpoint_restarts_in_its_directory(workspace: Workspace, damaged: bool) -> None:
+def test_run_without_a_checkpoint_restarts_in_its_directory(workspace: Workspace, damaged: bool) -> None:
     RunDirectory(workspace.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
     if damaged:
         cut(workspace.save(3))
@@ -220,7 +220,7 @@ def test_a_run_without_a_checkpoint_restarts_in_its_directory(workspace: Workspa
     assert hint == "name a new folder with --run-dir, or resume that run: --resume --save-path saved"
 
 
-def test_moved_run_resumes_in_its_new_place(workspace: Workspace) -> None:
+def test_moved_run_resumes_in_its_new_location(workspace: Workspace) -> None:
     workspace.save(4)
     other = workspace.open(resume=True, run_dir=Path("other"))
     assert other.lines[0] == f"other begins at step 5; the steps before it are in {workspace.mine}"
@@ -298,7 +298,7 @@ def runs(workspace: Workspace) -> Runs:
     return Runs(workspace)
 
 
-def test_by_default_a_run_holds_its_own_checkpoints(runs: Runs) -> None:
+def test_checkpoints_are_in_the_run_directory_by_default(runs: Runs) -> None:
     for number in range(2):
         run = runs.made(f"{number}", saved=3)
         opened = runs.workspace.open(save_path=None)
@@ -308,7 +308,7 @@ def test_by_default_a_run_holds_its_own_checkpoints(runs: Runs) -> None:
         assert not opened.run.path.exists()
 
 
-def test_resume_takes_the_newest_run_of_the_same_task(runs: Runs) -> None:
+def test_resume_chooses_the_newest_run_of_the_same_task(runs: Runs) -> None:
     runs.made("old", saved=9, started=1)
     newest = runs.made("newer", saved=2, started=2)
     runs.made("another_model", saved=3, started=3, model_name="n")
@@ -356,7 +356,7 @@ def test_newer_run_without_a_checkpoint_is_skipped(runs: Runs) -> None:
     assert opened.lines[2:4] == [f"skipped: runs/{name} has no complete checkpoint" for name in ("damaged", "begun")]
 
 
-def test_a_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:
+def test_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:
     RunDirectory(runs.workspace.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
     newest = runs.workspace.save(4)
     opened = runs.resumed()

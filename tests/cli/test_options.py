@@ -44,7 +44,7 @@ def _recorder(num: int, parsed: list[Config]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("configs", [(ServeConfig,), (TrainConfig,), (ServeConfig, TrainConfig)])
-def test_every_field_is_one_shown_flag_in_a_panel(configs: tuple[type[Config], ...]) -> None:
+def test_every_field_has_one_visible_flag_in_a_panel(configs: tuple[type[Config], ...]) -> None:
     def command(*configs: Config) -> None: ...
 
     built = from_config(*configs)(command)
@@ -68,7 +68,7 @@ def test_flag_has_the_name_of_its_field() -> None:
     )
 
 
-def test_a_switch_can_be_turned_off_again(tmp_path: Path) -> None:
+def test_switch_set_in_a_file_can_be_turned_off(tmp_path: Path) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text("gradient_checkpointing = true\n")
     (config,) = parse("--model-name", "m", "--config", str(toml), "--no-gradient-checkpointing")
@@ -114,7 +114,7 @@ def test_default_learning_rate_depends_on_the_mode(
     assert rate("--mode", mode) == 0.3
 
 
-def test_a_refused_choice_reports_no_derived_fault() -> None:
+def test_refused_choice_reports_only_itself() -> None:
     with pytest.raises(UsageError) as refused:
         parse("--model", "m", "--mode", "lora")
     assert "--mode" in refused.value.message
@@ -218,7 +218,7 @@ def test_equivalent_names_of_other_tools_are_accepted(given: tuple[str, ...], fi
         (("--chat-template-kwargs", '{"enable_thinking": false}'), "chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
-def test_texts_and_objects_are_given_as_json(given: tuple[str, ...], field: str, value: object) -> None:
+def test_string_lists_and_objects_are_parsed_as_json(given: tuple[str, ...], field: str, value: object) -> None:
     (config,) = parse("--model", "m", *given)
     assert config.get(field) == value
     assert TrainConfig.of(model_name="m", **{field: value}).get(field) == value  # as in TOML
@@ -233,13 +233,13 @@ def test_texts_and_objects_are_given_as_json(given: tuple[str, ...], field: str,
         (("--chat-template-kwargs", '{"tokenize": true}'), "must not contain tokenize, which Bridge sets"),
     ],
 )
-def test_malformed_texts_and_objects_are_refused(given: tuple[str, ...], message: str) -> None:
+def test_malformed_json_values_are_refused(given: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse("--model", "m", *given)
     assert message in refused.value.message
 
 
-def test_a_borrowed_name_works_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_borrowed_name_works_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text('model_name_or_path = "m"\nnum_generations = 2\n')
     monkeypatch.setenv("BRIDGE_MAX_STEPS", "5")
@@ -303,7 +303,7 @@ def test_hints_name_only_existing_flags() -> None:
     [("BRIDGE_LRR", "did you mean BRIDGE_LR?"), ("BRIDGE_USE_VLLM", declaration.HINTS["use_vllm"])],
 )
 @pytest.mark.parametrize("configs", [(ServeConfig,), (ServeConfig, TrainConfig)])
-def test_an_unknown_variable_is_refused_as_a_typo(
+def test_unknown_variable_is_refused_as_a_typo(
     monkeypatch: pytest.MonkeyPatch, variable: str, hint: str, configs: tuple[type[Config], ...]
 ) -> None:
     monkeypatch.setenv(variable, "1")
@@ -341,7 +341,7 @@ def test_toml_takes_tables_and_flat_keys(tmp_path: Path) -> None:
         ("[training]\nx = 1", r"training in .*: there is no such table\nhint: the tables are task, sampling, "),
     ],
 )
-def test_a_fault_in_a_table_names_the_table(tmp_path: Path, text: str, message: str) -> None:
+def test_toml_error_names_the_table(tmp_path: Path, text: str, message: str) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text(text + "\n")
     with pytest.raises(UsageError, match=message):

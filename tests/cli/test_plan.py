@@ -90,7 +90,9 @@ def test_most_precise_setup_that_fits_is_recommended(
     ("config", "gpu", "given", "ending"),
     [(INSIDE, "21", "", None), (LONG, "139.8", "--mode shared_vllm", " --max-model-len 524288")],
 )
-def test_model_changes_the_command(plan: Planned, config: Document, gpu: str, given: str, ending: str | None) -> None:
+def test_recommended_command_depends_on_the_model(
+    plan: Planned, config: Document, gpu: str, given: str, ending: str | None
+) -> None:
     document = plan("7B", gpu, *given.split(), config=config)
     if ending is None:  # any other model would be trained by --mode lora_only
         assert document["recommended"] is None
@@ -141,13 +143,13 @@ def test_given_choices_narrow_the_list(plan: Planned, given: str, rows: set[str]
     assert {row["name"] for row in plan("7B", "80", *given.split())["rows"]} == rows
 
 
-def test_offloaded_state_is_held_once_per_host(plan: Planned) -> None:
+def test_offloaded_state_is_counted_once_per_host(plan: Planned) -> None:
     offloaded = row_of(plan("14B", "139.8", "--gpus", "4"), "shared_vllm", "adamw, offloaded")
     assert offloaded["host_gib"] == pytest.approx(12 * PARAMETERS["14B"] / 2**30)
     assert offloaded["state_gib"] == 0
 
 
-def test_process_next_to_a_sharded_server_holds_a_copy(plan: Planned, page: Callable[..., str]) -> None:
+def test_trainer_beside_a_sharded_server_needs_a_copy(plan: Planned, page: Callable[..., str]) -> None:
     for mode in (("--mode", "none"), ("--mode", "lora_only", "--lora-handover", "disk")):
         given = (*mode, "--tensor-parallel-size", "2")
         weights = 1.5 * 2 * PARAMETERS["7B"] / 2**30
@@ -164,7 +166,7 @@ def test_trainer_on_the_cpu_needs_host_memory(plan: Planned) -> None:
     assert row_of(four, "none", "adamw")["host_gib"] > row_of(alone, "none", "adamw")["host_gib"]
 
 
-def test_replicas_share_the_state_beside_their_servers(plan: Planned) -> None:
+def test_replicas_share_the_optimizer_state(plan: Planned) -> None:
     alone, four = (plan("1.5B", "80", "--mode", "none", *gpus) for gpus in ((), ("--gpus", "4")))
     one, shared = (row_of(document, "none", "adamw") for document in (alone, four))
     assert shared["state_gib"] == pytest.approx(one["state_gib"] / 4)
@@ -212,7 +214,7 @@ def test_only_the_best_setup_is_shown_unless_all_are_requested(page: Callable[..
     assert "nothing fits" in page("32B", "24")
 
 
-def test_host_memory_is_reported_with_a_setup_without_it(plan: Planned, page: Callable[..., str]) -> None:
+def test_host_memory_setup_comes_with_an_alternative(plan: Planned, page: Callable[..., str]) -> None:
     shown = page("32B", "140")
     assert "it needs 366 GiB of host memory; --host-memory GIB sets the limit" in shown
     assert "no host memory: bridge run --model" in shown
@@ -276,7 +278,7 @@ def test_unreachable_hub_is_reported_in_one_line(
     assert first.endswith("does not answer (no such host and more)")
 
 
-def test_this_machines_smallest_gpu_and_memory_are_the_default(
+def test_plan_defaults_to_this_machines_smallest_gpu(
     plan: Planned, page: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [180 * 2**30, 80 * 2**30])

@@ -36,12 +36,12 @@ def gpus_of(num_parts: int = 1, **choices: Any) -> list[str | None]:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_a_replica_and_its_server_see_the_same_gpus() -> None:
+def test_replica_and_its_server_see_the_same_gpus() -> None:
     assert layout_of(2, gpus=4) == RankLayout(2, "cuda", ["7,6", "7,6", "5,4", "5,4"])
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_a_rank_has_its_own_gpu_without_tensor_parallelism() -> None:
+def test_rank_has_its_own_gpu_without_tensor_parallelism() -> None:
     assert gpus_of(gpus=2) == ["7", "6"]
     assert gpus_of() == [None]
 
@@ -175,13 +175,13 @@ def test_too_many_gpus_are_refused_with_a_number_that_fits() -> None:
         assert caught.value.hint == hint
 
 
-def test_a_host_has_the_gpus_of_all_its_servers() -> None:
+def test_host_has_ranks_for_all_gpus_of_its_servers() -> None:
     hosts: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"gpus": 4}), (1, {"gpus": 4}), (2, {"mode": "none"})]
     trainers = [(parts, TrainConfig.of(model_name="m", **choices)) for parts, choices in hosts]
     assert [train.dp_size(train.tp_size(parts)) * parts for parts, train in trainers] == [2, 4, 4, 2]
 
 
-def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_cpu_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "no GPU"))
     assert layout_of(2, gpus=4) == RankLayout(2, "cpu", [None] * 4)
 
@@ -189,7 +189,7 @@ def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "choices", [{"mode": "none"}, {"mode": "lora_only", "lora_handover": "disk"}], ids=["none", "by disk"]
 )
-def test_without_shared_memory_there_is_one_rank_per_server(choices: dict[str, Any]) -> None:
+def test_modes_with_a_copy_have_one_rank_per_server(choices: dict[str, Any]) -> None:
     assert gpus_of(2, **choices) == [None]
 
 

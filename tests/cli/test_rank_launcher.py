@@ -193,7 +193,7 @@ def test_error_of_one_rank_ends_the_run_without_a_restart(tmp_path: Path) -> Non
     assert "Traceback" not in launched.output
 
 
-def test_a_rank_that_cannot_report_leaves_no_broken_report(tmp_path: Path) -> None:
+def test_rank_that_cannot_report_leaves_no_partial_report(tmp_path: Path) -> None:
     """The launcher would read the broken report after Ctrl-C."""
     own_rank = OwnRank(
         rank=0, world_size=1, local_rank=0, tp_size=1, cp_size=1, device="cpu", address="", port=0, scratch=tmp_path
@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_report_leaves_no_broken_report(tmp_path: Path) -> No
     assert json.loads((tmp_path / "0.json").read_text()) == {"code": 3}
 
 
-def test_a_killed_rank_is_named_once_the_others_have_saved(tmp_path: Path) -> None:
+def test_killed_rank_is_named_after_the_others_have_saved(tmp_path: Path) -> None:
     launched = Launched(tmp_path, IS_KILLED)
     assert launched.code() == 1
     assert (tmp_path / "saved").exists()
@@ -219,7 +219,7 @@ def test_a_killed_rank_is_named_once_the_others_have_saved(tmp_path: Path) -> No
     assert "Traceback" not in launched.output
 
 
-def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_killed_rank_restarts_all_from_newest_checkpoint(tmp_path: Path) -> None:
     launched = Launched(tmp_path, IS_KILLED, restarts=1)
     assert launched.code() == 0, launched.output
     lost = "rank 1 of 2 was killed by SIGKILL"
@@ -239,7 +239,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_interrupts_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_interrupts_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     launched = Launched(tmp_path, WAITS, restarts=1)
     launched.wait_for("0.waits", "1.waits")
     launched.process.send_signal(number)
@@ -258,7 +258,7 @@ def test_signal_to_one_rank_is_reported_once(tmp_path: Path, number: signal.Sign
     assert "Traceback" not in launched.output
 
 
-def test_a_second_interrupt_reaches_ranks_that_save(tmp_path: Path) -> None:
+def test_second_interrupt_reaches_ranks_that_are_saving(tmp_path: Path) -> None:
     launched = Launched(tmp_path, SAVES)
     launched.wait_for("0.waits", "1.waits")
     launched.process.send_signal(signal.SIGINT)
@@ -299,7 +299,7 @@ RENDEZVOUS = "10.77.0.2:29400"
 """In the second network, whose address sorts after that of the first one."""
 
 
-def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path: Path) -> None:
+def test_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path: Path) -> None:
     hosts = [
         Launched(tmp_path / str(number), WRITES, count=1, inside=inside, hosts=2, rendezvous=RENDEZVOUS)
         for number, inside in enumerate(networks)
@@ -310,7 +310,7 @@ def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path
     assert "host 2 of 2; the first host prints the progress" in hosts[0].output
 
 
-def test_lost_host_ends_the_run_or_is_waited_for(networks: Networks, tmp_path: Path) -> None:
+def test_lost_host_ends_the_run_unless_restarts_are_allowed(networks: Networks, tmp_path: Path) -> None:
     def start(number: int, restarts: int) -> Launched:
         body = "if world.run_on_rank_zero(lambda: resumes):\n    return\n" + WAITS
         return Launched(
@@ -344,7 +344,7 @@ def test_lost_host_ends_the_run_or_is_waited_for(networks: Networks, tmp_path: P
 
 
 @pytest.mark.parametrize("given", [None, "gpu-1", "gpu-1:", ":29400", "gpu-1:0", "gpu-1:99999", "gpu-1:http"])
-def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None:
+def test_rendezvous_without_host_or_port_is_refused(given: str | None) -> None:
     with pytest.raises(UsageError, match="--hosts 2 needs --rendezvous HOST:PORT"):
         rank_launcher.address(RankLayout(1, "cpu", [None], hosts=2, rendezvous=given))
 
@@ -356,7 +356,7 @@ def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None
         ("no-such-host.invalid:29400", "cannot resolve the host no-such-host.invalid"),
     ],
 )
-def test_an_address_that_no_other_host_can_use_is_refused(given: str, message: str) -> None:
+def test_rendezvous_that_other_hosts_cannot_reach_is_refused(given: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         rank_launcher.address(RankLayout(1, "cpu", [None], hosts=2, rendezvous=given))
 

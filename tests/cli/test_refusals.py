@@ -1,4 +1,4 @@
-"""Every bad input ends in one clear line, a hint, the right exit code, and an unchanged folder.
+"""Every bad input gets a one-line error, a hint, the right exit code, and an unchanged folder.
 
 Not covered: failures during training, on the real vLLM (`tests/cpu/test_accidents.py`).
 """
@@ -183,9 +183,7 @@ EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("command", ["train", "verify"])
 @pytest.mark.parametrize("case", EDITS)
-def test_a_manifest_that_cannot_be_attached_to_is_refused(
-    bridge: Bridge, exported: Manifest, case: str, command: str
-) -> None:
+def test_unusable_manifest_is_refused(bridge: Bridge, exported: Manifest, case: str, command: str) -> None:
     edit, messages = EDITS[case]
     path = bridge.folder / manifests.MANIFEST_NAME
     manifests.write(exported, path)
@@ -233,7 +231,7 @@ def quantized(folder: Path) -> Path:
     return folder
 
 
-def test_a_quantized_model_is_refused_by_the_trainer(bridge: Bridge, exported: Manifest) -> None:
+def test_quantized_model_is_refused_by_the_trainer(bridge: Bridge, exported: Manifest) -> None:
     model = quantized(bridge.folder / "packed")
     served = exported.model_copy(update={"model": str(model)})
     manifests.write(served, bridge.folder / manifests.MANIFEST_NAME)
@@ -290,7 +288,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("command", "flags", "words"),
     [(command, flags, words) for commands, flags, words in CASES for command in commands.split()],
 )
-def test_flags_that_do_not_fit_are_refused(
+def test_flags_that_do_not_match_the_server_are_refused(
     bridge: Bridge, exported: Manifest, command: str, flags: str, words: str
 ) -> None:
     (bridge.folder / "mine.py").write_text(TASK)
@@ -302,7 +300,7 @@ def test_flags_that_do_not_fit_are_refused(
     ("flags", "hint"),
     [((), "--dtype bfloat16"), (("--mode", "none"), "--mode shared_vllm --dtype bfloat16, or convert it to bfloat16")],
 )
-def test_a_model_in_float16_is_refused(bridge: Bridge, exported: Manifest, flags: tuple[str, ...], hint: str) -> None:
+def test_float16_model_is_refused(bridge: Bridge, exported: Manifest, flags: tuple[str, ...], hint: str) -> None:
     folder = Path(exported.model).parent / "half"
     shutil.copytree(exported.model, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
@@ -358,7 +356,7 @@ def test_missing_files_are_refused_before_slow_imports(tmp_path: Path, case: str
     assert (done.returncode, done.stderr[:7]) == (2, "error: "), done.stderr
 
 
-def test_a_taken_port_is_refused_before_slow_imports(tmp_path: Path) -> None:
+def test_port_in_use_is_refused_before_slow_imports(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -383,7 +381,7 @@ MODELS: tuple[tuple[int, str, str], ...] = (
 
 @pytest.mark.parametrize("command", ["serve-vllm", "run"])
 @pytest.mark.parametrize(("code", "config", "words"), MODELS)
-def test_a_model_that_cannot_be_served_is_refused(
+def test_model_that_cannot_be_served_is_refused(
     bridge: Bridge, command: str, code: int, config: str, words: str
 ) -> None:
     (bridge.folder / "m").mkdir()
@@ -443,9 +441,7 @@ def test_unknown_adapter_layer_is_refused_first(bridge: Bridge, exported: Manife
 
 
 @pytest.mark.parametrize("command", ["serve-vllm", "run", "train"])
-def test_a_model_that_is_not_on_the_hub_is_refused(
-    bridge: Bridge, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_that_is_not_on_the_hub_is_refused(bridge: Bridge, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -456,7 +452,7 @@ def test_a_model_that_is_not_on_the_hub_is_refused(
 
 
 @pytest.mark.parametrize("command", ["serve-vllm", "run"])
-def test_a_manifest_that_cannot_be_written_is_refused(bridge: Bridge, exported: Manifest, command: str) -> None:
+def test_unwritable_manifest_path_is_refused(bridge: Bridge, exported: Manifest, command: str) -> None:
     (bridge.folder / "file").touch()
     path = bridge.folder / "file" / "below" / "m.json"
     port = str(free_port("127.0.0.1"))
@@ -480,7 +476,7 @@ main.main()
 
 @pytest.mark.xdist_group("commands")
 @pytest.mark.timeout(2 * RUN_LIMIT_S)
-def test_a_port_of_a_server_that_is_starting_is_refused(bridge: Bridge, exported: Manifest) -> None:
+def test_port_of_a_starting_server_is_refused_by_run(bridge: Bridge, exported: Manifest) -> None:
     port = str(free_port("127.0.0.1"))
     arguments = ["serve-vllm", "--model", exported.model, "--port", port]
     process = Command(arguments, bridge.folder, program=SERVE_SLOWLY, environment={})
@@ -506,7 +502,7 @@ URLS = ["127.0.0.1:8000", "http://", "http://a..b:1", "http://a:99999", "ftp://a
         *(("env", "--atropos-url", url, "a URL such as") for url in URLS),
     ],
 )
-def test_a_malformed_host_is_refused_by_its_flag(
+def test_malformed_host_is_refused_with_its_flag(
     bridge: Bridge, command: str, flag: str, value: str, named: str
 ) -> None:
     error = bridge.refused(2, command, "--model", "m", f"{flag}={value}")
@@ -526,7 +522,7 @@ def test_valid_host_is_accepted(host: str) -> None:
         )
 
 
-def test_a_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: Manifest) -> None:
+def test_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: Manifest) -> None:
     silent = exported.model_copy(update={"url": f"http://127.0.0.1:{free_port('127.0.0.1')}"})
     manifests.write(silent, bridge.folder / manifests.MANIFEST_NAME)
     assert silent.url in bridge.refused(5, *train(silent))

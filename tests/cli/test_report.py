@@ -120,7 +120,7 @@ def test_derived_value_is_not_listed_as_chosen(tmp_path: Path) -> None:
         assert row[1] == "1e-05"
 
 
-def test_what_a_run_ran_on_is_shown_and_compared(tmp_path: Path) -> None:
+def test_software_and_device_of_runs_are_compared(tmp_path: Path) -> None:
     old, new = (report_runs.make(tmp_path / name, num_steps=2) for name in ("old", "new"))
     for run, vllm in ((old, "0.26.0"), (new, "0.33.0")):
         run.append_start(
@@ -134,7 +134,7 @@ def test_what_a_run_ran_on_is_shown_and_compared(tmp_path: Path) -> None:
     assert ("0.26.0" in table, "0.33.0" in table, "2.13.0" in table) == (True, True, False)
 
 
-def test_a_prompt_is_shown_once(tmp_path: Path) -> None:
+def test_prompt_of_a_group_is_shown_once(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=2)
     problem = {"prompt": [{"role": "user", "content": "two plus two"}], "plain_prompt": "two plus two", "answer": "4"}
     lines = [{"step": step, "problem": problem, "completions": [{"text": "4", "reward": 1.0}]} for step in (1, 2)]
@@ -177,9 +177,9 @@ def test_untrusted_text_never_becomes_markup(tmp_path: Path) -> None:
 
 
 def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
-    begun = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)  # claimed by this process
+    begun = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)  # this process uses the directory
     assert f"process {os.getpid()} is at step 20 of 50" in written(begun.path, out=tmp_path / "page.html").text
-    run = RunDirectory(shutil.copytree(begun.path, tmp_path / "run"))  # not claimed by any process
+    run = RunDirectory(shutil.copytree(begun.path, tmp_path / "run"))  # no process uses the directory
     run.evaluations.unlink()
     with run.metrics.open("a") as file:
         file.write('{"step": 21, "rewa')
@@ -190,7 +190,7 @@ def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
         "The run has no completions (rollouts.jsonl)", "1 steps were lost and repeated",
     ):  # fmt: skip
         assert expected in page.text
-    longer = report_runs.make(tmp_path / "longer", num_steps=6)  # its summary is of step 6
+    longer = report_runs.make(tmp_path / "longer", num_steps=6)  # the run's summary is of step 6
     with longer.metrics.open("a") as file:
         file.write(longer.metrics.read_text().splitlines()[-1].replace('"step": 6', '"step": 7') + "\n")
     shutil.copytree(longer.path, tmp_path / "copy")
@@ -220,7 +220,7 @@ def test_every_optional_file_may_be_missing_or_broken(missing: str, tmp_path: Pa
     written(run.path, out=tmp_path / "page.html")
 
 
-def test_missing_values_are_gaps_but_not_dips_in_a_stack(tmp_path: Path) -> None:
+def test_missing_values_are_gaps_and_never_dips(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=8)
     odd: tuple[dict[str, Any], ...] = (
         {"entropy": None}, {"entropy": math.nan}, {"reward_parts": {}}, {"reward_parts": None},
@@ -381,7 +381,7 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
     assert StepMetrics(json.loads(json_lines.line(report_runs.metrics(1, 9)))).fence_s < 0.03
 
 
-def test_claims_holder_is_found_by_its_folder(tmp_path: Path) -> None:
+def test_process_using_a_run_directory_is_found(tmp_path: Path) -> None:
     folder_claim.make(tmp_path / "run", what="run directory", flag="--run-dir")
     assert folder_claim.holder((tmp_path / "run").stat().st_ino) == str(os.getpid())
 
@@ -400,7 +400,7 @@ def group(step: int, prompt: str, *rewards: float, text: str = "so", **changed: 
     return line | changed
 
 
-def test_recurring_problems_are_followed_else_steps(tmp_path: Path) -> None:
+def test_report_follows_recurring_problems_or_else_steps(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     lines = [group(step, f"problem {step % 2}", 0.0, 0.5, 1.0) for step in range(1, 21)]
     page = read(path, *lines, group(20, "once", 0.0))
@@ -435,7 +435,7 @@ def test_best_median_and_worst_completions_are_shown(
     assert {one["label"]: one.get("reward") for one in series["steps"][0]["completions"]} == labels
 
 
-def test_long_texts_are_cut_in_their_middle(tmp_path: Path) -> None:
+def test_long_texts_are_truncated_in_the_middle(tmp_path: Path) -> None:
     line = group(1, "begin" + "p" * 90_000 + "end", 0.0, text="begin" + "x" * 90_000)
     (series,) = read(tmp_path / "r.jsonl", line, longest=3_000).series
     (shown,) = series["steps"][0]["completions"]

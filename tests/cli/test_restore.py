@@ -181,7 +181,7 @@ def serves(server: Server, model: PreTrainedModel) -> bool:
     return all(same)
 
 
-def test_any_folder_of_the_model_is_loaded_as_the_next_version(bridge: Bridge, server: Server) -> None:
+def test_any_model_folder_is_restored_as_the_next_version(bridge: Bridge, server: Server) -> None:
     server.fence.version = 4
     model = other_weights(server, bridge.folder / "other")
     document, line = bridge.restores("other")
@@ -297,7 +297,7 @@ def changed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_short, changed])
-def test_a_damaged_checkpoint_leaves_a_torn_server_torn(
+def test_damaged_checkpoint_leaves_a_torn_server_torn(
     bridge: Bridge, server: Server, damage: Callable[[Path], None]
 ) -> None:
     saved(server, bridge.folder / "step_3", step=3, version=3)
@@ -342,7 +342,7 @@ FOLDERS: tuple[tuple[Callable[[Path], object], str, str], ...] = (
 
 
 @pytest.mark.parametrize(("make", "name", "words"), FOLDERS)
-def test_a_folder_that_does_not_fit_is_refused_before_the_pause(
+def test_mismatched_folder_is_refused_before_the_pause(
     bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], name: str,
     words: str,
 ) -> None:  # fmt: skip
@@ -406,7 +406,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [4, 2])
-def test_an_adapter_is_loaded_in_place_of_earlier_ones(bridge: Bridge, server: Server, slots: Slots, rank: int) -> None:
+def test_restored_adapter_replaces_earlier_ones(bridge: Bridge, server: Server, slots: Slots, rank: int) -> None:
     folder = adapter(server, bridge.folder / "adapter_step_3", lora_r=rank)
     document, line = bridge.restores("adapter_step_3")
     assert server.routes() == ["pause", "/v1/models", "/v1/unload_lora_adapter", "adapter", "publish"]
@@ -418,7 +418,7 @@ def test_an_adapter_is_loaded_in_place_of_earlier_ones(bridge: Bridge, server: S
     assert serves(server, server.toy.reference)
 
 
-def test_a_torn_adapter_is_repaired_and_the_weights_stay(bridge: Bridge, server: Server, slots: Slots) -> None:
+def test_torn_adapter_is_repaired_without_changing_weights(bridge: Bridge, server: Server, slots: Slots) -> None:
     folder = adapter(server, bridge.folder / "adapter_step_3")
     server.fence.enter(Phase.WRITING, DEAD)
     server.engine.paused, server.fence.writes = True, "adapter"
@@ -467,7 +467,7 @@ def remove_the_weights(folder: Path) -> None:
         (cut_short, "adapter_model.safetensors cannot be read"),
     ],
 )
-def test_a_damaged_adapter_is_refused_before_the_pause(
+def test_damaged_adapter_is_refused_before_the_pause(
     bridge: Bridge, server: Server, slots: Slots, damage: Callable[[Path], None], words: str
 ) -> None:
     damage(adapter(server, bridge.folder / "adapter_step_3"))
@@ -482,7 +482,7 @@ def test_a_damaged_adapter_is_refused_before_the_pause(
         ({"lora_target_modules": "down_proj"}, "no slot for base_model.model.model.layers.0.mlp.down_proj"),
     ],
 )
-def test_an_adapter_that_fits_no_slot_is_refused(
+def test_adapter_that_fits_no_slot_is_refused(
     bridge: Bridge, server: Server, slots: Slots, choices: dict[str, Any], words: str
 ) -> None:
     adapter(server, bridge.folder / "adapter_step_3", **choices)
@@ -492,7 +492,7 @@ def test_an_adapter_that_fits_no_slot_is_refused(
     assert (server.routes(), slots.seated) == ([], [])
 
 
-def test_an_adapter_of_a_larger_model_is_refused(bridge: Bridge, server: Server, slots: Slots) -> None:
+def test_adapter_of_a_larger_model_is_refused(bridge: Bridge, server: Server, slots: Slots) -> None:
     larger = tiny.llama()
     larger.hidden_size = 256
     model = AutoModelForCausalLM.from_config(larger).requires_grad_(False)
@@ -503,14 +503,14 @@ def test_an_adapter_of_a_larger_model_is_refused(bridge: Bridge, server: Server,
     assert (server.routes(), slots.seated) == ([], [])
 
 
-def test_a_healthy_server_resumes_when_vllm_refuses_an_adapter(bridge: Bridge, server: Server, slots: Slots) -> None:
+def test_healthy_server_resumes_if_vllm_refuses_an_adapter(bridge: Bridge, server: Server, slots: Slots) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     slots.refuses = True
     assert bridge.refused(4, "adapter_step_3") == ("vLLM does not load it", "ask vLLM")
     assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 0, False)
 
 
-def test_a_torn_server_stays_torn_when_vllm_refuses_an_adapter(bridge: Bridge, server: Server, slots: Slots) -> None:
+def test_torn_server_stays_torn_if_vllm_refuses_an_adapter(bridge: Bridge, server: Server, slots: Slots) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     slots.refuses = True
     server.fence.enter(Phase.WRITING, DEAD)
@@ -544,7 +544,7 @@ def failing_halfway(error: BaseException) -> Callable[[PreTrainedModel, Path], N
     return load_into
 
 
-def test_a_write_that_fails_is_never_served(
+def test_failed_write_is_never_served(
     bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other_weights(server, bridge.folder / "other")

@@ -88,7 +88,7 @@ def test_demo_replaces_only_its_own_run(tmp_path: Path) -> None:
     assert [path.name for path in renewed.path.iterdir()] == [folder_mark.NAME]
 
 
-def test_a_demo_of_a_missing_model_keeps_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_of_a_missing_model_keeps_the_earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "check_software", lambda _: None)
     monkeypatch.setattr(StartedServers, "preloading", lambda _: nullcontext())
     earlier = demo._fresh(tmp_path / "demo")
@@ -99,7 +99,7 @@ def test_a_demo_of_a_missing_model_keeps_the_earlier_one(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("after", "least_gain", "is_passed"), [(0.5, 0.2, True), (0.3, 0.2, False), (0.1, None, True)])
-def test_only_the_tiny_model_has_to_learn(
+def test_demo_requires_only_the_tiny_model_to_learn(
     tmp_path: Path, after: float, least_gain: float | None, is_passed: bool
 ) -> None:
     ended = summary(tmp_path, reward_before=0.25, reward_after=after)
@@ -126,7 +126,7 @@ def test_demo_serves_a_model_in_a_trainable_dtype(dtype: str, served: str, tmp_p
     assert serve.dtype == served
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_demo_into_an_existing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file, expected a folder") as caught:
         demo._fresh(tmp_path / "file")

@@ -34,7 +34,7 @@ def metrics(step: int, **changed: float) -> StepMetrics:
     return StepMetrics(dict.fromkeys(RECORDED, 0.5) | known | changed)
 
 
-def test_every_step_is_one_object_with_the_documented_names(tmp_path: Path) -> None:
+def test_step_metrics_have_the_documented_names(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", environment="arithmetic")
     for step in (1, 2):
         run.append(metrics(step))
@@ -52,7 +52,7 @@ def test_non_finite_metric_becomes_null(tmp_path: Path) -> None:
     assert (json.loads(line)["loss"], json.loads(line)["grad_norm"]) == (None, None)
 
 
-def test_the_resolved_choices_are_written(tmp_path: Path) -> None:
+def test_resolved_choices_are_written_to_the_config(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, environment="arithmetic")
     config = TrainConfig.of(model_name="m", save_path=tmp_path / "saved")
     run.write_config(config.document())
@@ -60,7 +60,7 @@ def test_the_resolved_choices_are_written(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.name != folder_mark.NAME] == [run.config]
 
 
-def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+def test_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path, environment="arithmetic").append(metrics(1))
     with pytest.raises(UsageError, match="already holds a run"):
         RunDirectory.create(tmp_path, environment="arithmetic")
@@ -75,7 +75,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_folder_that_bridge_did_not_make_is_refused(tmp_path: Path, case: str) -> None:
+def test_folder_with_foreign_run_files_is_refused(tmp_path: Path, case: str) -> None:
     FOREIGN[case](tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UsageError, match=r"was not created by Bridge, and these files would be replaced: ") as refused:
@@ -93,14 +93,14 @@ def test_folder_with_unrelated_files_may_hold_a_run(tmp_path: Path) -> None:
     assert RunDirectory.create(tmp_path, environment="arithmetic").path == tmp_path
 
 
-def test_unused_run_directory_leaves_no_mark(tmp_path: Path) -> None:
+def test_unused_run_directory_leaves_no_marker_file(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "new"):
         RunDirectory.create(folder, environment="arithmetic").remove_if_unused()
     assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
 
 
-def test_every_file_of_a_run_is_known_by_name(tmp_path: Path) -> None:
+def test_every_file_name_of_a_run_is_listed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     paths = [value for name in dir(RunDirectory) if isinstance(value := getattr(run, name), Path)]
     assert {path.name for path in paths if path.parent == tmp_path} <= run.names
@@ -197,7 +197,7 @@ def test_large_columns_of_a_problem_are_shortened(tmp_path: Path, case: str) -> 
         assert "left out" in column or "cannot be written" in column
 
 
-def test_a_long_text_is_cut_in_the_middle(tmp_path: Path) -> None:
+def test_long_text_is_truncated_in_the_middle(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     spoken = ({"role": "assistant", "text": "b" * 10**6, "tokens": 2},)
     both = (completion("a" * 10**6), completion("b", transcript=spoken))
@@ -220,7 +220,7 @@ def test_no_text_or_answer_breaks_a_line(tmp_path: Path) -> None:
     assert lines[0]["problem"]["prompt"] == [{"role": "user", "content": text}]
 
 
-def test_rollouts_and_evaluations_are_cut_with_the_metrics(tmp_path: Path) -> None:
+def test_rollouts_and_evaluations_are_cut_like_the_metrics(tmp_path: Path) -> None:
     run = with_steps(tmp_path, 1, 2, 3)
     run.append_evaluation(evaluation(0))
     for step in (1, 2, 3):
@@ -274,7 +274,7 @@ def with_steps(path: Path, *numbers: int) -> RunDirectory:
     return run
 
 
-def test_a_resumed_run_moves_later_steps_aside(tmp_path: Path) -> None:
+def test_resumed_run_moves_later_steps_aside(tmp_path: Path) -> None:
     with_steps(tmp_path, 1, 2, 3, 4)
     run = RunDirectory.reopen(tmp_path, 2)
     assert (steps(run.metrics), steps(run.lost_metrics)) == ([1, 2], [3, 4])
@@ -384,7 +384,7 @@ def test_other_ranks_write_nothing_into_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_rank_is_refused_where_no_run_is_in_progress(tmp_path: Path, exists: bool) -> None:
+def test_rank_cannot_join_an_unclaimed_run_directory(tmp_path: Path, exists: bool) -> None:
     path = tmp_path / "run"
     if exists:
         path.mkdir()
@@ -395,7 +395,7 @@ def test_rank_is_refused_where_no_run_is_in_progress(tmp_path: Path, exists: boo
     RunDirectory.join(path)
 
 
-def test_an_event_is_logged_with_its_time_and_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_event_is_recorded_with_its_time_and_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory.create(tmp_path, environment="arithmetic")
     log(run, "the server died")
     logging.getLogger("bridge.run").info("after the run")
@@ -405,7 +405,7 @@ def test_an_event_is_logged_with_its_time_and_shown(tmp_path: Path, capfd: pytes
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_summary_has_only_finite_numbers(tmp_path: Path) -> None:
+def test_summary_has_only_finite_numbers(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.write_summary(
         Summary(

@@ -36,7 +36,7 @@ def ending_lines(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> list[
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_run_ends_with_its_checkpoint_and_two_commands(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ending_prints_the_checkpoint_and_two_commands(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (3, 4):
         save(run, step)
     assert ending_lines(run, capsys) == [
@@ -61,6 +61,6 @@ def test_run_without_a_checkpoint_prints_only_the_report(run: RunDirectory, caps
     assert ending_lines(run, capsys) == ["report:     bridge report 'runs/a b'"]
 
 
-def test_the_command_shows_no_secret() -> None:
+def test_resume_command_contains_no_secrets() -> None:
     given = ["train", "--start-command", "KEY=hidden vllm serve {model}", "--", "--api-key", "hidden"]
     assert "hidden" not in command_line.resume_command(given, Path("r"))

@@ -78,7 +78,7 @@ def test_servers_are_named_by_manifest_folder_address_or_port(host: Host) -> Non
     assert [server.path for server in running(config("http://127.0.0.1:9002"))] == [paths[1]]
 
 
-def test_without_names_the_manifest_is_searched_for(host: Host) -> None:
+def test_manifest_is_searched_for_without_server_names(host: Host) -> None:
     path = host.add("a", port=9001)
     assert [server.path for server in running(config(vllm_config_path=path))] == [path]
     assert running(config()) == [], "the mode reports the error"
@@ -106,7 +106,7 @@ def test_wrong_address_error_lists_the_running_servers(host: Host) -> None:
         ({"versions": {"vllm": "0.26.0"}}, "the servers differ in their version of vLLM: 0.32.0 at 9001, 0.26.0"),
     ],
 )
-def test_servers_that_differ_are_refused(host: Host, changes: dict[str, Any], words: str) -> None:
+def test_servers_with_different_settings_are_refused(host: Host, changes: dict[str, Any], words: str) -> None:
     host.add("a", port=9001)
     host.add("b", port=9002, **changes)
     assert words in refusal(config("9001", "9002"))

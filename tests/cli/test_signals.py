@@ -97,7 +97,7 @@ main.main()
 @pytest.mark.xdist_group("commands")
 @pytest.mark.timeout(3 * RUN_LIMIT_S)
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_ctrl_c_ends_a_command_that_compiles(tmp_path: Path, first: signal.Signals) -> None:
+def test_second_ctrl_c_ends_a_command_that_compiles(tmp_path: Path, first: signal.Signals) -> None:
     """The compiling thread is inside one long C call, where nothing can interrupt it."""
     process = Command(["verify"], tmp_path, program=COMPILES_IN_C)
     try:
@@ -117,7 +117,7 @@ def test_a_second_ctrl_c_ends_a_command_that_compiles(tmp_path: Path, first: sig
 
 
 @pytest.mark.parametrize("number", OTHERS)
-def test_only_ctrl_c_interrupts_an_ending_command(number: int) -> None:
+def test_only_ctrl_c_interrupts_a_command_that_is_ending(number: int) -> None:
     ending = InterruptHandler()
     assert [ends(ending, number) for number in (number, number, signal.SIGHUP)] == [True, False, False]
     assert [ends(ending, number) for number in (signal.SIGINT, signal.SIGINT)] == [True, True]
@@ -125,7 +125,7 @@ def test_only_ctrl_c_interrupts_an_ending_command(number: int) -> None:
     assert [ends(after_ctrl_c, number) for number in (signal.SIGINT, number)] == [True, False]
 
 
-def test_a_second_hangup_is_ignored_everywhere() -> None:
+def test_second_hangup_is_ignored() -> None:
     before = signal.signal(signal.SIGHUP, InterruptHandler())
     try:
         with pytest.raises(KeyboardInterrupt), deferred_interrupt(), acting_interrupt():
@@ -196,7 +196,7 @@ def test_output_to_a_full_disk_is_one_error_line(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("stream", ["1", "2"])
-def test_stream_closed_from_the_start_is_tolerated(stream: str) -> None:
+def test_command_tolerates_a_closed_standard_stream(stream: str) -> None:
     command = f'exec "{sys.executable}" -m bridge --version {stream}>&-'
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
@@ -211,7 +211,7 @@ def test_notes_to_a_full_disk_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "nohup"])
-def test_a_closed_terminal_ends_a_run_except_under_nohup(tmp_path: Path, stays: bool) -> None:
+def test_closed_terminal_ends_a_run_except_under_nohup(tmp_path: Path, stays: bool) -> None:
     toy = tmp_path / "toy.py"
     toy.write_text(TOY_VLLM)
     plain = {name: value for name, value in os.environ.items() if name not in {"CI", "NO_COLOR", "TTY_INTERACTIVE"}}

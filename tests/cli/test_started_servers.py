@@ -42,7 +42,7 @@ def test_trainer_uses_the_server_that_was_started(tmp_path: Path) -> None:
     assert train.server.config_path == tmp_path / "manifest.json"
 
 
-def test_the_trainer_of_a_stock_server_looks_for_no_manifest(tmp_path: Path) -> None:
+def test_trainer_of_a_stock_server_needs_no_manifest(tmp_path: Path) -> None:
     stock = command(tmp_path, shares_weights=False)
     train = TrainConfig.of(model_name="m", mode="none").changed(**stock.server_choices)
     assert (train.server.url(), train.server.config_path) == ("http://127.0.0.1:9009", None)
@@ -80,7 +80,7 @@ def test_server_takes_adapters_of_the_trained_rank(capsys: pytest.CaptureFixture
         (16, {}, ("--max_lora_rank=32",), 32),
     ],
 )
-def test_a_rank_other_than_the_slots_is_refused(
+def test_adapter_rank_other_than_the_slots_is_refused(
     rank: int, choices: dict[str, int], flags: tuple[str, ...], slot: int
 ) -> None:
     serve = ServeConfig.model_validate({"model": "m", **choices})
@@ -98,7 +98,7 @@ def test_server_has_slots_for_the_trained_experts() -> None:
     assert for_adapters(split, 16, in_memory=False, experts=True).lora_experts
 
 
-def test_an_adapter_that_vllm_shards_is_refused() -> None:
+def test_adapter_that_vllm_shards_differently_is_refused() -> None:
     split, whole = (ServeConfig(model="m", tensor_parallel_size=size) for size in (2, 1))
     flags = ["--enforce-eager", "--fully_sharded_loras"]
     with pytest.raises(UsageError, match="--fully-sharded-loras shards an adapter differently"):
@@ -136,7 +136,7 @@ def test_vllm_is_imported_where_a_server_will_start(
     ("flags", "key"),
     [([], "exported"), (["--api-key", "given", "second"], "given"), (["--api_key=given"], "given")],
 )
-def test_the_trainer_sends_the_key_that_vllm_is_started_with(
+def test_trainer_sends_the_api_key_that_vllm_was_started_with(
     monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str
 ) -> None:
     monkeypatch.setenv(api_key.VARIABLE, "exported")
@@ -157,7 +157,7 @@ def test_the_trainer_sends_the_key_that_vllm_is_started_with(
     ],
     ids=["stock", "in place", "atropos"],
 )
-def test_a_rank_starts_the_server_that_its_mode_needs(
+def test_rank_starts_the_server_that_its_mode_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], is_patched: bool, is_known: bool
 ) -> None:
     started = list[tuple[int, bool]]()

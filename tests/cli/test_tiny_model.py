@@ -1,4 +1,4 @@
-"""`bridge demo --model-only`: the model takes any text, chats, and calls the calculator of the docs."""
+"""`bridge demo --model-only`: the model accepts any text, chats, and calls the docs' calculator."""
 
 from pathlib import Path
 from typing import Any

@@ -11,7 +11,7 @@ from bridge_cli.launch import ReplicaServer, train_on
 from tests.unit.trainer_runs import Letters, runner
 
 
-def test_what_a_run_logs_is_printed_and_recorded_once(
+def test_log_lines_of_a_run_are_printed_and_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "--stop-at weight_version>=4: reached after step 1"

@@ -41,7 +41,7 @@ def test_missing_vllm_module_reads_as_none() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "patches").rglob("*.py")), ids=lambda file: file.name)
-def test_a_patch_pins_what_it_imports_from_vllm(file: Path) -> None:
+def test_every_patch_pins_what_it_imports_from_vllm(file: Path) -> None:
     pinned = {(pin.module, pin.parsed()[0]["name"].partition(".")[0]) for pin in pins.of_file(file)}
     modules = {module for module, _ in pinned}
     imported = {pair for pair in pins.imports_of(ast.parse(file.read_text())) if f"{pair[0]}.".startswith("vllm.")}

@@ -79,7 +79,7 @@ def test_changed_default_is_reported() -> None:
     assert find_faults({"m": source.replace("=list", "=set")}.get, [either])
 
 
-def test_the_pins_of_a_file_are_read_from_its_text(tmp_path: Path) -> None:
+def test_pins_are_read_from_a_files_source_text(tmp_path: Path) -> None:
     (tmp_path / "patch.py").write_text('''PINS = """
 # A comment.
 m: call f()  # why
@@ -151,7 +151,7 @@ def test_all_mismatches_are_reported_together() -> None:
     ]
 
 
-def test_a_missing_module_is_reported_for_each_of_its_symbols() -> None:
+def test_missing_module_is_reported_once_per_symbol() -> None:
     assert find_faults(lambda _module: None, [POOL, LOAD]) == [
         "m.Worker.pool is missing with its module",
         "m.Worker.load is missing with its module",

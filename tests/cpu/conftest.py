@@ -30,7 +30,7 @@ def plain(folder: Path) -> AbstractContextManager[LiveServer]:
 
 
 def with_lora(folder: Path) -> AbstractContextManager[LiveServer]:
-    """Serve a model with its own sampling defaults, which no request may pick up, with LoRA and behind an API key."""
+    """Serve a model with sampling defaults that must not affect any request, with LoRA and an API key."""
     model = scenarios.with_defaults_of_its_own(tiny.write(tiny.llama(), folder / "model", std=0.06))
     return scenarios.served(model, folder / "server", "--api-key", KEY, max_lora_rank=scenarios.LORA_RANK)
 

@@ -1,4 +1,4 @@
-"""The demo's model on the real vLLM on the CPU, and how to train it."""
+"""Serve and train the demo's model on the real vLLM on the CPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -174,7 +174,7 @@ def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> No
     ],
     ids=["a NaN", "an exception"],
 )
-def test_invalid_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, message: str) -> None:
+def test_invalid_score_loses_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, message: str) -> None:
     before = llama.status().version
     with training(llama, tmp_path, accident=accident) as trainer:
         assert message in trainer.fault(expect=2)
@@ -182,7 +182,7 @@ def test_invalid_score_costs_no_published_step(llama: LiveServer, tmp_path: Path
     check_served(llama, trainer.saved(2), before + 2)
 
 
-def test_ctrl_c_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> None:
+def test_ctrl_c_loses_no_published_step(llama: LiveServer, tmp_path: Path) -> None:
     before = llama.status().version
     with training(llama, tmp_path, steps=500) as trainer:
         trainer.wait_for("step   2/500")
@@ -218,7 +218,7 @@ def test_second_writer_is_refused_and_verify_waits(llama: LiveServer, tmp_path: 
     assert llama.status().lease is None
 
 
-def test_closed_terminal_during_a_write_costs_no_version(llama: LiveServer, tmp_path: Path) -> None:
+def test_closed_terminal_during_a_write_loses_no_version(llama: LiveServer, tmp_path: Path) -> None:
     before = llama.status().version
     with training(llama, tmp_path, program=HUNG_UP_WHILE_IT_WRITES) as trainer:
         assert trainer.ended(expect=129)[-1] == "interrupted"
@@ -278,7 +278,7 @@ def test_vllm_without_sleep_mode_refuses_and_never_pauses(llama: LiveServer) -> 
     assert llama.status() == before
 
 
-def test_failure_in_the_fence_before_a_write_costs_no_version(llama: LiveServer) -> None:
+def test_failure_in_the_fence_before_a_write_loses_no_version(llama: LiveServer) -> None:
     before, samples = llama.status(), llama.sample()
 
     def prepare() -> None:
@@ -303,7 +303,7 @@ def test_trainer_of_another_model_changes_nothing(llama: LiveServer, tmp_path: P
 
 
 @pytest.mark.kills_the_server
-def test_server_killed_during_a_run_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> None:
+def test_server_killed_during_a_run_loses_no_published_step(llama: LiveServer, tmp_path: Path) -> None:
     family = psutil.Process(llama.child.process.pid).children(recursive=True)
     assert engines(family)
     with training(llama, tmp_path, steps=500) as trainer:

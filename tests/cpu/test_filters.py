@@ -73,7 +73,7 @@ def test_mismatch_with_filters_is_as_small_as_without(llama: LiveServer) -> None
 
 
 def test_kept_words_match_the_filters_definitions(llama: LiveServer) -> None:
-    """The number of the model's own logits above a threshold must match the definition of each filter."""
+    """The number of the trainer's logits above a threshold must match the definition of each filter."""
     model = scenarios.loaded(Path(llama.manifest.model))
     for filters in CHOICES:
         with bridge.attach(llama.path, sampling=config(**filters)) as policy:
@@ -118,7 +118,7 @@ def test_filtered_and_unfiltered_requests_share_steps(llama: LiveServer) -> None
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])
-def test_an_adapter_is_trained_on_filtered_rollouts(lora_llama: LiveServer, tmp_path: Path, handover: str) -> None:
+def test_adapter_is_trained_on_filtered_rollouts(lora_llama: LiveServer, tmp_path: Path, handover: str) -> None:
     adapter = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lora-handover", handover)
     scenarios.trained(lora_llama, tmp_path, *adapter, "--top-p", "0.8", "--min-p", "0.05", steps=3)
     steps = scenarios.metrics(tmp_path / "run")

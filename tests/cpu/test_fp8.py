@@ -107,7 +107,7 @@ def test_adapter_is_trained_on_an_fp8_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_quantizes_its_part(tmp_path: Path) -> None:
+def test_each_tensor_parallel_rank_quantizes_its_shard(tmp_path: Path) -> None:
     config = tiny.llama()
     config.hidden_size, config.head_dim, config.intermediate_size = 256, 64, 512
     model = tiny.write(config, tmp_path / "model", std=0.06)

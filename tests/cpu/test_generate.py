@@ -121,7 +121,7 @@ def test_sampling_fields_that_bias_training_are_logged_once(lora_llama: LiveServ
     assert "importance weights and KL are off" in line
 
 
-def test_text_prompt_equals_the_prompt_of_its_tokens(http: httpx.Client) -> None:
+def test_text_prompt_equals_the_same_prompt_as_tokens(http: httpx.Client) -> None:
     text = answered(http, max_tokens=1)["prompt"]
     by_text = answered(http, prompt=text)
     assert by_text["prompt"] == text
@@ -194,7 +194,7 @@ def test_foreign_request_cannot_unload_the_trained_adapter(
     assert answered(http)
 
 
-def test_weights_that_are_nan_are_named(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
+def test_nan_weights_are_named_in_the_error(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
     attached = attach(lora_llama.manifest)
     weight = attached.model.get_parameter("model.norm.weight").detach()
     before = weight.clone()

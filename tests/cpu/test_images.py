@@ -1,4 +1,4 @@
-"""Images on the real vLLM on the CPU: server and trainer use the same ones, and a task that needs images is learned.
+"""Images on the real vLLM on the CPU: server and trainer use the same images, and a task that needs images is learned.
 
 Not covered: packed passes (`tests/unit/passes/test_image_embeddings.py`), a GPU (`tests/gpu/test_images.py`).
 """

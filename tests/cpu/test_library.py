@@ -42,7 +42,7 @@ def run(example: str, server: LiveServer, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("example", ["own_loss", "own_optimizer", "two_tasks", "warm_up"])
-def test_an_example_updates_the_server(llama: LiveServer, example: str) -> None:
+def test_library_example_updates_the_server(llama: LiveServer, example: str) -> None:
     before = llama.status().version
     lines = run(example, llama, str(STEPS))
     assert [line.partition(":")[0] for line in lines[:STEPS]] == [f"version {before + 1 + n}" for n in range(STEPS)]
@@ -118,7 +118,7 @@ def test_policy_is_one_copy_and_matches_its_checkpoint(llama: LiveServer, tmp_pa
     assert saved.mean() < scenarios.PARITY_LIMIT
 
 
-def test_the_same_seed_samples_the_same_completions(llama: LiveServer) -> None:
+def test_same_seed_samples_the_same_completions(llama: LiveServer) -> None:
     with bridge.attach(llama.path, sampling=SHORT) as policy:
         one, same = (policy.sample(["say 1:"], seed=5) for _ in range(2))
         others = [policy.sample(["say 1:"]) for _ in range(2)]
@@ -140,7 +140,7 @@ def test_one_process_updates_and_others_read(llama: LiveServer) -> None:
         assert policy.version == llama.status().version
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(llama: LiveServer) -> None:
+def test_non_finite_gradient_changes_nothing(llama: LiveServer) -> None:
     before = llama.status().version
     with bridge.attach(llama.path, sampling=SHORT) as policy:
         weight = next(iter(policy.parameters()))
@@ -186,7 +186,7 @@ def test_serve_starts_a_server_and_stops_it(tmp_path: Path) -> None:
 ATTENTION = bridge.LoraConfig(r=scenarios.LORA_RANK, target_modules="q_proj,k_proj,v_proj,o_proj")
 
 
-def test_a_policy_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_policy_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_path: Path) -> None:
     optimizer = bridge.OptimizerConfig(lr=1e-2)
     base = PreparedModel(scenarios.loaded(Path(lora_llama.manifest.model)))
     with bridge.attach(lora_llama.path, lora=ATTENTION, sampling=SHORT, optimizer=optimizer) as policy:
@@ -334,7 +334,7 @@ def logprobs_of(policy: bridge.Policy, token_ids: Sequence[int]) -> list[float]:
     return [float(logprob) for logprob in own_P]
 
 
-def test_call_parameters_override_those_of_the_policy(llama: LiveServer) -> None:
+def test_sample_parameters_override_the_policys(llama: LiveServer) -> None:
     with bridge.attach(llama.path, sampling=SHORT) as policy:
         ids = [*policy.tokenizer("say 1:")["input_ids"]]
         (group, *_), (text, *_) = policy.sample([ids], n=2, max_tokens=3, seed=1), policy.sample(["say 1:"], seed=1)

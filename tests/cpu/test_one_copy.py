@@ -75,7 +75,7 @@ def test_fence_drops_cached_prefixes(llama: LiveServer) -> None:
 
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 def test_requests_in_flight_are_kept_drained_or_aborted(llama: LiveServer, in_flight: InFlight) -> None:
-    for length in (800, 1200, 1600, 2000):  # tokens: a second or more, or on a fast machine less
+    for length in (800, 1200, 1600, 2000):  # tokens: takes a second or more, less on a fast machine
         whole = 16 * length
         before, times, answer = _fence_into_a_request(llama, in_flight, whole)
         tokens, versions = answer.json()["usage"]["completion_tokens"], answer.headers[VERSION_HEADER]
@@ -94,7 +94,7 @@ def test_requests_in_flight_are_kept_drained_or_aborted(llama: LiveServer, in_fl
 def _fence_into_a_request(
     server: LiveServer, in_flight: InFlight, whole: int
 ) -> tuple[int, FenceTimes, httpx.Response]:
-    """Pass the fence while a request runs; return the version before, the fence's times and the answer."""
+    """Run an update while a request is in flight; return the version before, the fence's times and the answer."""
     body = {"model": server.manifest.model, "prompt": [5, 6, 7], "n": 16, "max_tokens": whole // 16, "ignore_eos": True}
     http = httpx.Client(base_url=server.manifest.url, timeout=120)
     with http, BridgeClient(server.manifest, timeout_s=120) as client, ThreadPoolExecutor() as background:

@@ -1,6 +1,6 @@
 """Environments from the packages verifiers, OpenEnv and Reasoning Gym on the real vLLM on the CPU.
 
-The model is random: it learns nothing in two steps, but some of its answers are right.
+The model's weights are random: it learns nothing in two steps, but some answers are right by chance.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_verifiers
 @pytest.mark.usefixtures("sums")
-def test_verifiers_task_set_with_one_turn(server: LiveServer, tmp_path: Path) -> None:
+def test_verifiers_task_set_with_one_turn_is_trained_on(server: LiveServer, tmp_path: Path) -> None:
     held_out = ("--eval-env-args", '{"first": 20}', "--eval-samples", "1")
     steps = trained(server, tmp_path, "verifiers:sums", "--verifiers-python", str(PYTHON), *held_out)
     assert all(step["reward_parts"].keys() == {"near", "called"} for step in steps)
@@ -118,7 +118,7 @@ def test_verifiers_task_set_with_one_turn(server: LiveServer, tmp_path: Path) ->
 
 @needs_verifiers
 @pytest.mark.usefixtures("sums")
-def test_verifiers_task_set_with_tools(server: LiveServer, tmp_path: Path) -> None:
+def test_verifiers_task_set_with_tools_is_trained_on(server: LiveServer, tmp_path: Path) -> None:
     arguments = '{"taskset": {"tools": {}}, "agent": {"max_turns": 3}}'
     steps = trained(server, tmp_path, "verifiers:sums", "--verifiers-python", str(PYTHON), "--env-args", arguments)
     assert max(step["turns_mean"] for step in steps) > 1
@@ -151,7 +151,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
 @needs_verifiers
 def test_openenv_environment_is_trained_on(server: LiveServer, tmp_path: Path, echo: str) -> None:
     arguments = f'{{"taskset": {{"base_url": "{echo}"}}, "player": {{"max_turns": 2}}}}'
-    given = ("--verifiers-python", str(PYTHON), "--env-args", arguments, "--reward-processes", "1")  # it has one place
+    given = ("--verifiers-python", str(PYTHON), "--env-args", arguments, "--reward-processes", "1")  # one connection
     steps = trained(server, tmp_path, "verifiers:openenv", *given)
     assert all(1 < step["turns_mean"] <= 2 for step in steps), steps
     assert all(step["reward_parts"].keys() == {"openenv_reward"} for step in steps)

@@ -171,7 +171,7 @@ def test_reset_leaks_no_block(manager: Any) -> None:
 
 
 @pytest.mark.usefixtures("_unpatched")
-def test_a_reset_restarts_only_requests_without_a_token() -> None:
+def test_reset_restarts_only_requests_without_a_token() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     calls: list[Any] = []

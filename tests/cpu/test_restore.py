@@ -128,7 +128,7 @@ def check_damaged_is_refused(torn: Torn) -> None:
 
 @contextmanager
 def held(torn: Torn) -> Iterator[Future[list[Group]]]:
-    """Request completions from the torn server, check that none arrive, and expect them by the end of the block."""
+    """Request completions from the torn server, and check that they arrive only once the block has repaired it."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(torn.server.sample)
         try:

@@ -1,6 +1,6 @@
 """A mixture of experts on the real vLLM on the CPU: with replay, only rounding causes its largest mismatch.
 
-Not covered: which experts a token names while weights change (`test_torn_tokens.py`), the proof of each family
+Not covered: the experts that a token reports while weights change (`test_torn_tokens.py`), the proof of each family
 (`test_families.py`), passes (`tests/unit/passes/test_routing.py`), a GPU (`tests/gpu/test_router_replay.py`).
 """
 

@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tiny.llama(), tmp_path_factory.mktemp("model"), std=0.06)
 
 
-def test_parts_can_be_attached_to_again_after_a_kill(model: Path, tmp_path: Path) -> None:
+def test_sharded_server_can_be_reattached_after_a_kill(model: Path, tmp_path: Path) -> None:
     with scenarios.served(model, tmp_path / "server", num_parts=2) as server:
         named = "--vllm-config-path", str(server.path)
         process = trainer(model, tmp_path / "killed", *named, "--training-steps", "1000", "--save-interval", "1")

@@ -30,7 +30,7 @@ def streamed(server: LiveServer, folder: Path, *flags: str) -> None:
     assert len(set(numbers)) == len(numbers) == 4 * STEPS
 
 
-def test_weights_in_place(llama: LiveServer, tmp_path: Path) -> None:
+def test_stale_groups_train_weights_in_place(llama: LiveServer, tmp_path: Path) -> None:
     before = llama.sample()
     streamed(llama, tmp_path)
     checkpoint = tmp_path / "saved" / f"step_{STEPS}"
@@ -40,9 +40,9 @@ def test_weights_in_place(llama: LiveServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])
-def test_an_adapter(lora_llama: LiveServer, tmp_path: Path, handover: str) -> None:
+def test_stale_groups_train_an_adapter(lora_llama: LiveServer, tmp_path: Path, handover: str) -> None:
     streamed(lora_llama, tmp_path, *LORA, handover)
 
 
-def test_a_checkpoint_loaded_in_place(llama: LiveServer, tmp_path: Path) -> None:
+def test_stale_groups_train_with_in_place_reloads(llama: LiveServer, tmp_path: Path) -> None:
     streamed(llama, tmp_path, "--mode", "none", "--reload", "in-place")

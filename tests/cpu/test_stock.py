@@ -1,4 +1,4 @@
-"""A real vLLM without Bridge's patches, on the CPU: weights reach it by restarts, adapters through the disk.
+"""A real vLLM without Bridge's patches, on the CPU: it gets weights by restarts, and adapters from disk.
 
 Not covered: servers other than vLLM (`tests/unit/modes/test_none.py`).
 """

@@ -195,7 +195,7 @@ def running(
             other.kill()
 
 
-def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path: Path) -> None:
+def test_server_killed_while_generating_loses_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         run.wait_for(2)
         server = run.server()
@@ -220,13 +220,13 @@ def test_adapter_in_a_lora_slot_survives_a_server_loss(model: Path, tmp_path: Pa
 
 
 @pytest.mark.core
-def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
+def test_engine_killed_between_two_steps_loses_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident="end_engine()") as run:
         run.finishes()
     assert "restarting vLLM" in run.stderr_text()
 
 
-def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
+def test_hanging_server_loses_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident="end_server(signal.SIGSTOP)", program=LOW_LIMIT) as run:
         run.finishes()
     assert f"gave no answer for {HANG_LIMIT_S:g} s: it was stopped" in run.stderr_text()

@@ -25,7 +25,7 @@ class Task(KIND):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("calculator", "Calculator"), ("agent", "Adder")])
-def test_a_model_learns_to_use_the_calculator(tmp_path: Path, name: str, kind: str) -> None:
+def test_model_learns_to_use_the_calculator(tmp_path: Path, name: str, kind: str) -> None:
     model = demo_model.write_tiny(tmp_path / "model")
     block = re.search(rf"```python\n# {name}.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert block is not None

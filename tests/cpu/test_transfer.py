@@ -120,7 +120,7 @@ def test_stock_server_quantizes_each_version(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_patched_server_reports_the_version_of_each_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_server_reports_the_version_of_each_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gloo_transfer.send_over_gloo(replace=monkeypatch.setattr)
     with fed_server(tmp_path, monkeypatch, shares_weights=True) as url:
         before = scenarios.sampled(url)

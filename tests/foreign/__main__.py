@@ -1,8 +1,8 @@
 """Run TRL's own tests of `GRPOTrainer` with every trainer on one live server: `make test-foreign TRL=/path/to/trl`.
 
-TRL's packages hold no tests, so its repository must be there. Models and data that its tests load by name from the hub
-are tiny stand-ins here, in folders of the same names. One server runs at a time: first that of the model that most
-tests train, then one for every other model that some test turned out to train.
+TRL's packages do not include its tests, so a clone of TRL is needed. Models and data that the tests load from the hub
+are replaced by tiny stand-ins, in folders of the same names. One server runs at a time: first for the model that most
+tests train, then one for each other model that a test turned out to train.
 
 Not covered: what a test's result means (`tests/foreign/trl_on_bridge.py`), and tests of images and of GPUs.
 """
@@ -56,7 +56,7 @@ NUM_TRAIN = 17
 
 
 def main() -> int:
-    """Run the suite in the repository that the first argument names, and return pytest's exit code."""
+    """Run the tests of the clone named by the first argument, and return pytest's exit code."""
     repository = Path(sys.argv[1] if len(sys.argv) > 1 else "").absolute()
     if not (repository / SUITE).is_file():
         named = f"{repository} has no {SUITE}" if len(sys.argv) > 1 and sys.argv[1] else "TRL's repository is not named"
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def run_on_each(repository: Path, folder: Path) -> int:
-    """Run the suite on the first of `MODELS`, and what trains another one on that; return the first failure's code."""
+    """Run the suite on each model that its tests train, in order of discovery; return the first failure's code."""
     tests: dict[str, list[str]] = {name: [] for name in MODELS} | {next(iter(MODELS)): [str(repository / SUITE)]}
     totals: Counter[str] = Counter()
     code = 0

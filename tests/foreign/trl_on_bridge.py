@@ -1,4 +1,4 @@
-"""A plugin of pytest that makes every `GRPOTrainer` of a test module one on a live Bridge server of one model.
+"""A pytest plugin that makes every `GRPOTrainer` of a test module train on a live Bridge server of one model.
 
 A test that fails runs again on stock TRL. Its outcome is one of `OUTCOMES`; only `broken` fails.
 """
@@ -119,7 +119,7 @@ def _fault_of_stock(item: pytest.Function) -> str:
     item.module.GRPOTrainer = GRPOTrainer
     try:
         item.obj(**{name: item.funcargs[name] for name in item._fixtureinfo.argnames})
-    except FAILURES as error:  # whatever it is, the same is not Bridge's
+    except FAILURES as error:  # any failure on stock TRL is not Bridge's fault
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     finally:
         item.module.GRPOTrainer = OnBridge

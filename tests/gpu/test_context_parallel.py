@@ -58,7 +58,7 @@ def compared(ranks: Ranks) -> tuple[float, float]:
     return float((cut_N - whole_N).abs().max()), max(shares)
 
 
-def test_a_long_sequence_on_two_gpus_has_the_gradients_of_one() -> None:
+def test_long_sequence_on_two_gpus_matches_one_gpu() -> None:
     for result in on_ranks(2, compared, cp_size=2, on_gpus=True, limit_s=110):
         assert not isinstance(result, BaseException), result
         nats, share = result

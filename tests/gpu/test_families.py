@@ -1,4 +1,4 @@
-"""Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: as in the CPU tests.
+"""Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile; checked as on the CPU.
 
 By default, only some of them run. With `--record-into FILE`, every family runs whose result is not in the file. Each
 result is appended as a line as soon as it is known, so that an aborted run loses nothing, and several processes can
@@ -40,7 +40,7 @@ LONG_WINDOW = 4096
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
+def test_large_model_trains_in_place_and_matches_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     file: Path | None = pytestconfig.getoption("--record-into")

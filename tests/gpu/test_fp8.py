@@ -134,7 +134,7 @@ def test_experts_are_served_in_fp8(tmp_path: Path) -> None:
         assert rows(server, tmp_path)["FP8"]["status"] == "PASS"
 
 
-def test_weights_take_one_and_a_half_copies(tmp_path: Path) -> None:
+def test_fp8_weights_take_one_and_a_half_copies(tmp_path: Path) -> None:
     """All but a thousandth of the weights are in linear layers: 1.5 copies, plus other allocations by vLLM.
 
     At half of these widths that was 0.06 GiB: at these it is 0.02 of a copy if it is a workspace of cuBLAS, and 0.07,

@@ -1,4 +1,4 @@
-"""`lora_only` on a GPU with CUDA graphs and torch.compile: the scenario of the CPU tests, and what only a GPU can show.
+"""`lora_only` on a GPU with CUDA graphs and torch.compile: the scenario of the CPU tests, and GPU-only behavior.
 
 All layers of a mixture of experts with more than 100 million parameters are adapted, including its routed experts.
 

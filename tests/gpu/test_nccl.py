@@ -1,4 +1,4 @@
-"""If a rank fails, exits or hangs during an NCCL exchange, no rank keeps waiting or uses a torn tensor.
+"""If a rank fails, exits or hangs during an NCCL exchange, no rank keeps waiting or uses a half-written tensor.
 
 The ranks have no server. Not covered: whole runs (`test_several_gpus.py`).
 """
@@ -70,7 +70,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize("way", ["gather", "scatter", "layers"])
 @pytest.mark.parametrize("how", ["fails", "ends", "stops"])
-def test_no_rank_waits_for_one_that_left(how: str, way: str) -> None:
+def test_no_rank_waits_for_a_lost_rank(how: str, way: str) -> None:
     tp_size = 2 if way == "layers" else 1
     name, message, seconds = on_ranks(2, leaves, how, way, tp_size=tp_size, on_gpus=True, limit_s=90)[0]
     assert name == ("UsageError" if how == "fails" else "RankError"), message

@@ -1,4 +1,4 @@
-"""One copy on a GPU with CUDA graphs and torch.compile: the scenarios of the CPU tests, and what only a GPU can show.
+"""One copy on a GPU with CUDA graphs and torch.compile: the scenarios of the CPU tests, and GPU-only behavior.
 
 Not covered: sizes and speed (`benchmarks/one_copy.py`), tensor parallelism.
 """
@@ -50,7 +50,7 @@ def test_llama_trains_in_place_and_matches_its_checkpoint(llama: LiveServer, tmp
     scenarios.trains_in_place(llama, tmp_path)
 
 
-def test_a_checkpoint_is_restored_into_the_live_weights(llama: LiveServer, tmp_path: Path) -> None:
+def test_checkpoint_is_restored_into_the_live_weights(llama: LiveServer, tmp_path: Path) -> None:
     first = llama.sample()
     scenarios.trained(llama, tmp_path)
     assert llama.sample() != first

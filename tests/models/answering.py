@@ -1,4 +1,4 @@
-"""A tiny model with random weights whose every token is a whole answer, a call of a tool or the end of its turn."""
+"""A tiny model with random weights, each of whose tokens is a complete answer, a tool call, or the end of the turn."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ ANSWERS = tuple(f"<answer>{number}</answer>" for number in range(12))
 
 
 def write(folder: Path, answers: Sequence[str] = ANSWERS) -> Path:
-    """Write the model to `folder`; it reads any text between its tokens as one that it does not know."""
+    """Write the model to `folder`; its tokenizer maps any other text to an unknown token."""
     torch.manual_seed(0)
     words = (*SPECIAL_TOKENS, *ROLE_TOKENS, CALL, *answers)
     config = tiny.llama(len(words))

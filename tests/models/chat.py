@@ -1,7 +1,7 @@
 """Tokenizers of a few hundred tokens with the chat templates of real models.
 
 Source: TRL 1.16 has the templates of Qwen, Llama and Gemma as their models ship them (`trl/chat_templates`, with a
-README that names each model). Mistral's is written here after its format v3 (`mistral_common`, instruct tokenizer v3).
+README that names each model). Mistral's is written here for its format v3 (`mistral_common`, instruct tokenizer v3).
 """
 
 from pathlib import Path
@@ -53,7 +53,7 @@ def tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
     made = PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token=end, additional_special_tokens=[*OTHERS, *ENDS.values()]
     )
-    made.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])  # ordinary ones, as in Qwen 3
+    made.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])  # not special tokens, as in Qwen 3
     made.chat_template = template(name)
     made.save_pretrained(folder)
     GenerationConfig(eos_token_id=made.eos_token_id).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A task that only images tell apart: name the color of a square. A JSONL data set, and its reward."""
+"""A task that cannot be solved without its images: name the color of a square. A JSONL data set, and its reward."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SHADES = 5
 
 
 def write(folder: Path, marker: str) -> tuple[Path, Path]:
-    """Write problems to train on and others to evaluate on, with images in every size and several shades of a color.
+    """Write training and evaluation problems, with images of every size in several shades of each color.
 
     `marker` stands for the image in the text. All prompts of a size have the same token ids.
     """
@@ -34,5 +34,5 @@ def write(folder: Path, marker: str) -> tuple[Path, Path]:
 
 
 def names_it(problem: dict[str, Any], completion: str) -> float:
-    """Return 1 if the first character belongs to the color: every character belongs to one of the four."""
+    """Return 1 if the completion's first character belongs to the color; each character belongs to one of four."""
     return float(bool(completion) and ord(completion[0]) % len(COLORS) == [*COLORS].index(problem["answer"]))

@@ -1,6 +1,6 @@
-"""A tiny model of every proven family with its peculiarities, from uneven heads to tied embeddings.
+"""A tiny model of every tested family with its special features, from uneven heads to tied embeddings.
 
-Not covered: the Llama and the Qwen2 that other tests use too (`tiny.py`).
+Not covered: the Llama and the Qwen2 that other tests use, too (`tiny.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -93,14 +93,14 @@ SHARED_EXPERT: dict[str, Any] = {
 
 
 def minimax_m2() -> PretrainedConfig:
-    """MiniMax-M2: a router's bias that its files name otherwise. vLLM 0.32 cannot serve it on a CPU."""
+    """MiniMax-M2: a router bias with a different name in the files. vLLM 0.32 cannot serve it on a CPU."""
     names_of_vllm = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
-    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}  # before 5.18 not of `rotary_dim`
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}  # replaces `rotary_dim`
     return MiniMaxM2Config(**SMALL | EXPERTS | names_of_vllm, head_dim=64, num_local_experts=4, rope_parameters=rope)
 
 
 def _linear_llama() -> LlamaConfig:
-    """DeepSeek Coder: a Llama with linearly scaled positions, an untied head, and as many KV heads as heads."""
+    """DeepSeek Coder: a Llama with linearly scaled positions, an untied head, and as many KV heads as query heads."""
     rope = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}
     return LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": False, "rope_parameters": rope})
 
@@ -122,7 +122,7 @@ def _phi() -> PhiConfig:
 
 
 def _phi3(partial_rotary_factor: float) -> Phi3Config:
-    """Phi-3.5-mini and Phi-4-mini: other frequencies for sequences longer than 32 tokens, which the tests reach."""
+    """Phi-3.5-mini and Phi-4-mini: different frequencies beyond 32 tokens, which the tests exceed."""
     size = int(SMALL["hidden_size"] // SMALL["num_attention_heads"] * partial_rotary_factor) // 2
     rope = {
         "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": partial_rotary_factor,
@@ -171,7 +171,7 @@ def _deepseek_v2(q_lora_rank: int | None = None) -> PretrainedConfig:
 
 
 def _deepseek_v3() -> PretrainedConfig:
-    """DeepSeek-V3: experts in groups, chosen by scores with a bias that no gradient reaches."""
+    """DeepSeek-V3: experts in groups, chosen by scores with a bias that gets no gradient."""
     groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
     names_of_vllm = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     return _deepseek(DeepseekV3Config, num_experts=8, q_lora_rank=32, **groups, **names_of_vllm)
@@ -196,7 +196,7 @@ def _hybrid(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
 
 
 def _seeing(kind: type[PretrainedConfig], text: PretrainedConfig, **vision: Any) -> PretrainedConfig:
-    """Qwen3-VL and Qwen3.5: a vision model beside the language model."""
+    """Qwen3-VL and Qwen3.5: a vision tower next to the language model."""
     rotated = int(text.head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
     section = [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3]
     text.rope_parameters |= {"mrope_section": section, "mrope_interleaved": True}
@@ -210,7 +210,7 @@ def _seeing(kind: type[PretrainedConfig], text: PretrainedConfig, **vision: Any)
 
 
 def _mistral3() -> PretrainedConfig:
-    """Mistral 3: another vision model, and a projector between them."""
+    """Mistral 3: a different vision tower, and a projector."""
     vision = PixtralVisionConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=4
     )
@@ -284,7 +284,7 @@ INSIDE = {"Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Mistral 3"}
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `config` with the sizes of `LARGE`, and its other peculiarities kept."""
+    """Return `config` with the sizes of `LARGE`, keeping all its special features."""
     if (text := config.get_text_config()) is not config:
         whole = config.to_dict()
         whole["text_config"] = large(text).to_dict()

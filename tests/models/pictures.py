@@ -1,4 +1,4 @@
-"""Prompts with images for tiny models with a vision model, made without a processor: random pixels and their tokens."""
+"""Image prompts for tiny vision-language models, created without a processor: random pixels and their tokens."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from bridge.types import Array, Images
 
 
 def prompt(config: PretrainedConfig, *parts: tuple[int, int] | int, seed: int = 0) -> tuple[tuple[int, ...], Images]:
-    """Return the token ids of a prompt, and its images; a part is a token of text, or an image of tokens by tokens."""
+    """Return a prompt's token ids and its images; each part is a text token, or the size of an image in tokens."""
     draw = torch.Generator().manual_seed(seed)
     make = _of_pixtral if config.model_type == "mistral3" else _of_qwen
     return make(config, parts, draw)
@@ -38,7 +38,7 @@ def _of_qwen(config: PretrainedConfig, parts: Any, draw: torch.Generator) -> tup
 
 
 def _of_pixtral(config: PretrainedConfig, parts: Any, draw: torch.Generator) -> tuple[tuple[int, ...], Images]:
-    """Each row of tokens ends in another one, and images are padded to one size."""
+    """A separate token ends each row of image tokens, and images are padded to one size."""
     side, row_end = config.spatial_merge_size * config.vision_config.patch_size, config.image_token_id + 1
     ids, starts, grids, sizes, pixels = list[int](), list[int](), list[tuple[int, int, int]](), [], []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Image processors of tiny models with a vision model: vLLM loads one before it serves text."""
+"""Image processors of tiny vision-language models: vLLM loads one even to serve only text."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Read model folders in another environment, and print a line of JSON for each; it imports nothing of Bridge.
+"""Read model folders in another Python environment, and print a line of JSON for each. Does not import Bridge.
 
 python reader.py transformers|rewrite|vllm FOLDER...
 """
@@ -18,7 +18,7 @@ COMPARED = (
 
 
 def rope(config: Any) -> dict[str, Any]:
-    """Return the RoPE of a configuration in one form, whatever the version calls it."""
+    """Return a configuration's RoPE settings in the same form for every version of transformers."""
     parameters = getattr(config, "rope_parameters", None)
     local = getattr(config, "rope_local_base_freq", None)
     if not parameters:  # transformers 4
@@ -77,7 +77,7 @@ def by_transformers(folder: Path) -> dict[str, Any]:
 
 
 def correct_scale(model: Any) -> None:
-    """Scale attention by YaRN's `mscale_all_dim`, as DeepSeek's own code and transformers 5 do, and 4 does not."""
+    """Scale attention by YaRN's `mscale_all_dim`, as DeepSeek's own code and transformers 5, not 4, do."""
     import math
 
     scaling = model.config.rope_scaling or {"mscale_all_dim": 0.0, "factor": 1.0}
@@ -87,12 +87,12 @@ def correct_scale(model: Any) -> None:
 
 
 def rewritten(folder: Path) -> dict[str, Any]:
-    """Write a model again in this version's form, beside it; only its weights and tokenizer stay as they are."""
+    """Write a copy of a model in this version's format next to it; weights and tokenizer stay unchanged."""
     import shutil
 
     import transformers
 
-    # What a source lacks in this version's form is added by hand: it stands for a file that was published in it.
+    # Add what the source lacks in this version's format by hand, as if the model had been published in this format.
     held = json.loads((folder / "config.json").read_text())
     if held["model_type"] == "qwen3_moe":
         held["num_experts"] = held.pop("num_local_experts")
@@ -134,7 +134,7 @@ def by_vllm(folder: Path) -> dict[str, Any]:
 
     config = get_config(str(folder), trust_remote_code=False)
     found = described(config)
-    if "vision_config" in config:  # the classes of these need torchvision
+    if "vision_config" in config:  # their classes need torchvision
         return {"config": found}
     engine = ModelConfig(model=str(folder))
     built = {"dtype": str(engine.dtype).replace("torch.", ""), "architectures": [engine.architecture]}
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     form, *folders = sys.argv[1:]
     read = {"transformers": by_transformers, "rewrite": rewritten, "vllm": by_vllm}[form]
     out = sys.stdout
-    sys.stdout = sys.stderr  # libraries print
+    sys.stdout = sys.stderr  # libraries may print to stdout
     for name in folders:
         try:
             found = read(Path(name))

@@ -1,4 +1,4 @@
-"""Model folders that hold only a configuration."""
+"""Model folders with only a configuration."""
 
 import json
 from pathlib import Path

@@ -78,7 +78,7 @@ def with_longrope(folder: Path, original: int) -> torch.Tensor:
 def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float = 0.08) -> Path:
     """Write a bf16 model with random weights of standard deviation `std`, and its tokenizer, to `folder`.
 
-    Scores of attention are so small that not one token gets all of it, as rounding would decide which.
+    Attention scores are so small that no single token gets all attention: rounding would decide which one.
     """
     torch.manual_seed(seed)
     config.initializer_range = std
@@ -89,7 +89,7 @@ def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float =
     for module in model.modules():
         if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):  # Gemma 4's scores are as large as that
             torch.nn.init.constant_(module.q_norm.weight, module.head_dim**-0.5)
-    if config.model_type == "gemma":  # scales embeddings up, and its tied head reads them back: it would repeat tokens
+    if config.model_type == "gemma":  # Gemma scales its embeddings up, and with the tied head it would repeat tokens
         model.get_input_embeddings().weight.data.div_(2)
     model.save_pretrained(folder)
     is_seeing = hasattr(config, "vision_config")
@@ -100,7 +100,7 @@ def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float =
 
 
 def write_tokenizer(folder: Path, vocabulary: int, image_tokens: Sequence[str] = ()) -> None:
-    """Write a tokenizer with one character per token, to fill the vocabulary, but for a few tokens for images."""
+    """Write a tokenizer that fills the vocabulary with single characters, except for a few image tokens."""
     special = ["<pad>", "<unk>", "<eos>"]
     characters = [chr(code) for code in range(32, 127)]
     filler = [chr(0x4E00 + index) for index in range(max(0, vocabulary - len(special) - len(characters)))]

@@ -1,7 +1,7 @@
-"""Which part of each parameter vLLM gives each GPU with tensor parallelism, by the names that the tested families use.
+"""How vLLM shards each parameter among GPUs with tensor parallelism, by the names that the tested families use.
 
-Heads, neurons and words are dealt out in runs of equal length. Where there are fewer KV heads than parts, neighbors
-share one; fused parameters have a run of each piece; the vocabulary is filled up to a multiple of 64 first.
+Heads, neurons and words are divided into runs of equal length. If there are fewer KV heads than parts, neighbors
+share one. Fused parameters have a run of each piece. The vocabulary is first padded to a multiple of 64.
 """
 
 import math
@@ -23,7 +23,7 @@ PADDING = 64
 
 
 def cuts(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]], num_parts: int) -> list[dict[str, Cut]]:
-    """Return what each part holds."""
+    """Return the cut of every parameter that each part holds."""
     return [
         {name: _cut(config.get_text_config(), name, tuple(shape), part, num_parts) for name, shape in shapes.items()}
         for part in range(num_parts)
@@ -61,7 +61,7 @@ def _runs(config: PretrainedConfig, layer: str, size: int, part: int, num_parts:
 
 
 def _held(start: int, size: int, number: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Return a part's run of `number` pieces that are dealt out whole, or shared where there are too few."""
+    """Return the run that a part holds of `number` indivisible pieces, which neighbors share if there are too few."""
     sharing = max(1, num_parts // number)
     length = size * sharing // num_parts
     assert length * num_parts == size * sharing, (size, number, num_parts)

@@ -1,4 +1,4 @@
-"""An environment that any model can improve at: the share of vowels in what it writes."""
+"""An environment in which any model can improve: the reward is the share of vowels in its completion."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,10 @@ class Vowels:
             yield {"prompt": f"say {number}:"}
 
     def held_out(self) -> list[dict[str, str]]:
-        """Return prompts that are not trained on."""
+        """Return prompts that are not used for training."""
         return [{"prompt": f"say {number}:"} for number in range(40, 50)]
 
     def score(self, problem: dict[str, str], completion: str) -> float:
-        """Return the share of vowels, 0 for an empty completion."""
+        """Return the share of vowels; 0 for an empty completion."""
         del problem
         return sum(character in "aeiou" for character in completion) / max(1, len(completion))

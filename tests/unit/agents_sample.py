@@ -1,4 +1,4 @@
-"""Agents for the tests' worker processes, written with the plain `openai` client; some are as bad as code can be."""
+"""Agents for the tests' worker processes, written with the `openai` client; some misbehave in every possible way."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ class Calling(Problems):
 
 
 class Chatting(Problems):
-    """Continues the chat with the answers that it got, without sending the reasoning back."""
+    """Continues the chat with the received answers, without sending the reasoning back."""
 
     system: tuple[dict[str, str], ...] = ({"role": "system", "content": "Be brief."},)
 
@@ -77,7 +77,7 @@ class ChattingWithoutSystem(Chatting):
 
 
 class Stopping(Problems):
-    """Ends its turns at its own stop texts."""
+    """Ends its turns at custom stop strings."""
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
         client = AsyncOpenAI(base_url=base_url, api_key="none")
@@ -119,7 +119,7 @@ class Branching(Problems):
 
 
 class Parallel(Problems):
-    """Asks three sub-agents at once, and one more about what they said."""
+    """Asks three sub-agents concurrently, and a fourth one about their answers."""
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
         async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
@@ -134,7 +134,7 @@ class Parallel(Problems):
 
 
 class Scored(Problems):
-    """Leaves the reward to `score`."""
+    """Returns no reward, so `score` provides it."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> None:
         client = OpenAI(base_url=base_url, api_key="none")
@@ -153,7 +153,7 @@ class Scored(Problems):
 
 
 class Meeting(Problems):
-    """Ends once more of them run in the same process than an event loop has threads for."""
+    """Finishes only once more agents run in this process than an event loop has threads for."""
 
     SIZE = 40
     all_there = threading.Barrier(SIZE)
@@ -194,7 +194,7 @@ class ParsingScored(Parsing):
 
 
 class Misbehaving(Problems):
-    """Does what the model says, by the problem's number."""
+    """Misbehaves in the way that the model's answer names."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> Any:
         client = OpenAI(base_url=base_url, api_key="none")
@@ -245,7 +245,7 @@ class Misbehaving(Problems):
 
     def _leaves(self, client: OpenAI, messages: list[Any]) -> float:
         """End while a request of another thread is in flight."""
-        requested = Path(os.environ["STARTED_IN"]) / uuid.uuid4().hex  # made by the server, which answers later
+        requested = Path(os.environ["STARTED_IN"]) / uuid.uuid4().hex  # created by the server, which answers later
 
         def ask() -> None:
             with contextlib.suppress(openai.OpenAIError):
@@ -260,7 +260,7 @@ class Misbehaving(Problems):
 
 
 class HalfCharacters(Problems):
-    """Sends half of a surrogate pair, as JSON may hold it: in a message, a tool and a call that it makes up."""
+    """Sends a lone surrogate, which JSON allows, in a message, a tool and an invented call."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
         called = {"name": "add", "arguments": json.dumps({"text": "\ud83d"})}
@@ -294,7 +294,7 @@ class Silent(Problems):
 
 
 class Listing(Problems):
-    """Tries every route."""
+    """Requests every route."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
         client = OpenAI(base_url=base_url, api_key="none", max_retries=0)

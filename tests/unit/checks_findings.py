@@ -1,4 +1,4 @@
-"""Every check of `bridge doctor` on facts that make it fail: `FINDINGS` lists what they report."""
+"""Run every check of `bridge doctor` on facts that make it fail; `FINDINGS` lists the results."""
 
 import os
 import tempfile
@@ -182,7 +182,7 @@ def manifest_findings(path: Path) -> Findings:
 
 
 def answer_findings() -> Findings:
-    """Yield what a server answers that is wrong."""
+    """Yield one finding per wrong answer of a server."""
     status = Status(model=MODEL, version=7, state="serving", server=SERVER)
     held: dict[str, Any] = {"holder": TRAINER}
     paused = status.model_copy(update=held | {"state": "paused"})

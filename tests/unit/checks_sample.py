@@ -1,4 +1,4 @@
-"""Facts and manifests that the tests of the checks start from; each test changes one thing."""
+"""Facts and manifests on which tests of the checks are based; each test changes one thing."""
 
 from typing import Any
 

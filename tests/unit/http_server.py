@@ -43,7 +43,7 @@ def as_json(document: Any, status: int = 200, **headers: str) -> Answer:
 
 class _Listener(ThreadingHTTPServer):
     request_queue_size = 256
-    daemon_threads = False  # closing waits for them, so that a test leaves no thread behind
+    daemon_threads = False  # closing waits for the threads, so that a test leaves none behind
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(("127.0.0.1", 0), handler)

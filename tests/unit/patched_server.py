@@ -2,8 +2,8 @@
 
     python -m tests.unit.patched_server MODEL MANIFEST PORT
 
-Trainers of the real command line train on it. Its engine takes PENDING_S for a pause and for a resume, so that there is
-time to disturb both.
+Real `bridge train` processes train on it. Its engine takes PENDING_S for a pause and for a resume, so that there is
+time to inject faults into both.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Engine:
         await asyncio.sleep(PENDING_S)
 
     async def call_utility_async(self, method: str, version: int) -> None:
-        """Do nothing: the toy's completions name no version."""
+        """Do nothing: the toy's completions do not report versions."""
 
     async def resume_generation(self) -> None:
         await asyncio.sleep(PENDING_S)
@@ -99,7 +99,7 @@ class Engine:
 
 @contextmanager
 def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
-    """Run one for `model`, as `scenarios.served` runs vLLM."""
+    """Run a patched server for `model`, as `scenarios.served` runs vLLM."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / manifests.MANIFEST_NAME
     argv = [sys.executable, "-m", "tests.unit.patched_server", str(model), str(path), str(port)]

@@ -20,7 +20,7 @@ class Sample:
     """Scores by length, unless the completion's first word is the name of a method here."""
 
     def __init__(self, log: Path) -> None:
-        """Log to the file `log` who scores what."""
+        """Log each score and its process to the file `log`."""
         self._log = log
 
     def score(self, problem: Any, completion: str) -> Any:
@@ -54,7 +54,7 @@ class Sample:
         all(True for _ in itertools.repeat(0))
 
     def matches(self) -> None:
-        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter's lock for hours
+        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the GIL for hours
 
     def dies(self) -> None:
         os._exit(3)
@@ -90,7 +90,7 @@ class Sample:
         return float(module in sys.modules)
 
     def meets(self, number: str) -> float:
-        """Wait until this many completions are being scored at once."""
+        """Wait until this many completions are being scored concurrently."""
         while len(self._log.read_text().splitlines()) < int(number):
             time.sleep(0.01)
         return 1.0
@@ -159,7 +159,7 @@ class Sample:
         self.spins()
 
     def answers_by_itself(self, number: str) -> float:
-        """Write a whole answer to every open descriptor."""
+        """Write a complete answer to every open descriptor."""
         return self._writes(f'[{number}, "Score", {{"reward": 99.0, "parts": {{}}, "turns": []}}]\n'.encode())
 
     def writes_a_pickle(self) -> float:
@@ -242,7 +242,7 @@ class Judge:
 
 
 def keyed() -> Any:
-    """Make what scores with a key."""
+    """Build a score that needs a key."""
     os.environ["JUDGE_KEY"]
 
 

@@ -32,7 +32,7 @@ def on_ranks(
     limit_s: float = LIMIT_S,
     on_gpus: bool = False,
 ) -> list[Any]:
-    """Return the result of `act(ranks, *given)` on every rank, or the exception that it or joining raised.
+    """Return the result of `act(ranks, *given)` on every rank, or the exception raised by `act` or by joining.
 
     With `on_gpus` each rank has a GPU; `act` and `given` are pickled, and monkeypatches of this process have no effect.
     """

@@ -1,4 +1,4 @@
-"""The sizes with which families are proved on a GPU: transformers reads the configuration back, builds it and runs it.
+"""The model sizes of the GPU tests of families: transformers reads each configuration, builds the model and runs it.
 
 Not covered: whether vLLM takes them (`tests/gpu/test_families.py`).
 """

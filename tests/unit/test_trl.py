@@ -362,7 +362,7 @@ def test_trl_tools_are_called_and_later_turns_sampled(
 def test_turn_after_a_tool_result_fits_the_servers_limit(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL counts a tool's result as part of the completion, and cuts what follows; the server would refuse it."""
+    """TRL counts a tool result as part of the completion, and truncates what follows; the server would refuse it."""
     made = answering(policy, monkeypatch, "first", "short", "long")
     monkeypatch.setattr(policy.mode, "max_model_len", 20)
     rollouts = bridge.for_trl(policy, choices(max_completion_length=8))["rollout_func"]
@@ -468,13 +468,13 @@ def test_parameters_outside_the_servers_memory_are_refused(policy: bridge.Policy
 
 
 def checkpoint(policy: bridge.Policy) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint as its file holds them: a tied one once, and all of them zero."""
+    """Return the weights of a checkpoint as stored in its file: tied weights once, and all zeros."""
     return {name: torch.zeros_like(parameter) for name, parameter in policy.model.named_parameters()}
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files: int) -> None:
-    """With this method the trainer resumes and loads its best checkpoint; vLLM must not serve half of one."""
+    """The trainer uses this method to resume and to load its best checkpoint; vLLM must never serve half of one."""
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
     names = [*checkpoint(policy)]
     for number in range(num_files):
@@ -516,7 +516,7 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.
 
 
 def test_trl_trainer_gets_the_adapters_peft_model(adapted: bridge.Policy) -> None:
-    """With it TRL saves only adapters, and uses the frozen base as reference instead of a second copy."""
+    """With a PEFT model, TRL saves only adapters, and uses the frozen base as reference instead of a second copy."""
     model = bridge.for_trl(adapted, choices())["model"]
     assert isinstance(model, peft.PeftModel)
     assert model.get_base_model() is adapted.model

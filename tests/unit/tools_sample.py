@@ -1,4 +1,4 @@
-"""A class with tools for the tests' worker processes: some of its tools are as bad as foreign code can be."""
+"""A class with tools for the tests' worker processes; some of its tools misbehave in every possible way."""
 
 import os
 import subprocess
@@ -83,7 +83,7 @@ class Bench:
 
 
 class Halves(Bench):
-    """Answers with half of a surrogate pair, which JSON may contain."""
+    """Answers with a lone surrogate, which JSON may contain."""
 
     def reset(self, start: int, prompt: str) -> str:
         return f"{super().reset(start, prompt)}\ud83d"

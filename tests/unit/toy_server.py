@@ -1,4 +1,4 @@
-"""A hand-made server side of the one copy, in the calling process: fused and padded weights in a shared file."""
+"""A toy server in the calling process: fused and padded weights in a shared-memory file."""
 
 import math
 from dataclasses import dataclass, field, replace

@@ -246,7 +246,7 @@ class Run:
         return [request.body for request in self.http_requests if request.method == "POST"]
 
     def saved(self) -> dict[str, dict[str, Any]]:
-        """Return the step and version of each checkpoint, by name; check that each is whole."""
+        """Return the step and version of each checkpoint, by name; check that each is complete."""
         steps = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
         saved = [checkpoint.read(folder) for _, folder in steps]
         return {
@@ -283,7 +283,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 return mode
 
             monkeypatch.setattr(policy, "WAYS", defaultdict(lambda: made))
-            if mode.dropout:  # so that two passes differ
+            if mode.dropout:  # so that two passes give different results
                 monkeypatch.setattr(preparation, "prepare", lambda model, *_, **__: PreparedModel(model))
             yield Run(tmp_path / folder, mode, server.requests, logged=lines)
 

@@ -96,7 +96,7 @@ def _turn(call: dict[str, Any], **function: str) -> dict[str, Any]:
 
 
 class Judge:
-    """Raises an exception or returns a value, depending on a text."""
+    """A reward that raises an exception or returns a value, depending on the text."""
 
     def score(self, problem: Problem, completion: str) -> Any:
         kind = len(completion) % 6

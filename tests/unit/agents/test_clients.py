@@ -53,7 +53,7 @@ def trimmed(value: Any) -> Any:
 
 
 def requests_of(sent: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return only the requests of the first run."""
+    """Return only the first run's requests."""
     return [request for request in sent if request["run"] == sent[0]["run"]]
 
 

@@ -1,4 +1,4 @@
-"""The tokens between two turns, for the chat templates of real models, and which templates are refused."""
+"""Tokens between two turns, with the chat templates of real models, and which templates are refused."""
 
 import json
 from pathlib import Path

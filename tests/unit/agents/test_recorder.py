@@ -1,4 +1,4 @@
-"""What the recorder refuses, and what it costs the trainer: bodies, silent connections, and unknown paths."""
+"""What the recorder refuses, and the resources it uses: bodies, silent connections, and unknown paths."""
 
 import asyncio
 import gc
@@ -142,7 +142,7 @@ def test_connections_of_a_run_close_when_it_ends() -> None:
 
 
 def text_kept(root: object) -> int:
-    """Return the characters of all texts, and the bytes of all digests, that an object refers to."""
+    """Return the total number of characters and digest bytes that an object refers to."""
     seen, left, size = set[int](), [root], 0
     while left:
         value = left.pop()
@@ -194,7 +194,7 @@ def test_deeply_nested_field_gets_an_error_response(route: str, field: str) -> N
 
     async def statuses(port: int, path: str) -> set[int]:
         statuses = set[int]()
-        limit = sys.getrecursionlimit()  # other tests' libraries raise it
+        limit = sys.getrecursionlimit()  # libraries of other tests raise the limit
         for depth in range(limit - 120, limit):
             body = f'{{"input": "x", "stream": true, "{field}": {"[" * depth}{"]" * depth}}}'.encode()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -111,7 +111,7 @@ def test_long_prompt_late_in_a_list_is_found_before_the_run(model: Path, *, is_h
 
     for fitting in (num_tokens + 10, None):
         try_with(fitting)
-    try_with(2 * num_tokens, None)  # by default completions leave half of the sequence
+    try_with(2 * num_tokens, None)  # by default, half of the sequence is left for the prompt
     with pytest.raises(RewardError) as caught:
         try_with(num_tokens + 9)
     assert caught.value.message.endswith(

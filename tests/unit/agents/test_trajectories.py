@@ -99,7 +99,7 @@ def spoken(
     reports_experts: bool = False,
     **choices: Any,
 ) -> Iterator[Rolled]:
-    """Yield a stream whose server answers each prompt by `words`, cut into tokens as no tokenizer would."""
+    """Yield a stream whose server answers each prompt with `words`, split into tokens as no tokenizer would."""
     tiny.qwen2(600).save_pretrained(folder)
     tokenizer = chat.tokenizer(folder, name)
     fixed: dict[str, Any] = {"model_name": str(folder), "batch_size": 8, "group_size": 4, "max_new_tokens": 600}
@@ -159,7 +159,7 @@ def sequences(group: Group) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_token_was_sampled_or_read_by_the_server(tmp_path: Path, name: str) -> None:
-    """20,000 tokens for each template, cut at places where no tokenizer cuts."""
+    """20,000 tokens for each template, split where no tokenizer would split."""
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}} if name == "qwen3_training" else {}
     say = calls(name, "add", "add", "add", text="The answer is 19, I think, user assistant. " * 5)
     with rolled(tmp_path, say, name, max_new_tokens=4000, batch_size=64, **off) as ours:
@@ -286,7 +286,7 @@ def test_kept_words_stay_with_their_tokens(tmp_path: Path) -> None:
 
 
 def check_experts(ours: Rolled, sequence: Completion, num_prompt: int) -> list[int]:
-    """Check that each token's experts were reported once; return how long the prompt of the turn that did it was."""
+    """Check that each token's experts were reported once; return the prompt length of the turn that reported them."""
     rows: list[int] = np.frombuffer(sequence.experts, "<i2").tolist()
     assert len(rows) == num_prompt + len(sequence.token_ids) - 1
     assert rows == sorted(rows), "the last token of a turn has its experts in the next one"
@@ -429,7 +429,7 @@ def test_unknown_tool_and_megabyte_result_become_replies(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_lone_surrogate_becomes_replacement_character(tmp_path: Path, processes: int) -> None:
-    say = calls("qwen2_5", "add", text="\ude00")  # the model writes it as \\ude00
+    say = calls("qwen2_5", "add", text="\ude00")  # the model writes this as \\ude00
     with rolled(tmp_path, say, kind="Halves", reward_processes=processes) as ours:
         (group, *_) = ours.stream.take(2, step=1)
         prompts = [ours.tokenizer.decode(prompt) for prompt, _ in ours.answers]

@@ -85,7 +85,7 @@ class FakeApi:
 
 
 class Lengths:
-    """Rewards a completion by its length; some problems are bad on purpose."""
+    """Rewards a completion by its length; some problems are invalid on purpose."""
 
     problems: tuple[Problem, ...] = tuple({"prompt": text} for text in ("ab", "cd", "efg", "h"))
 
@@ -181,7 +181,7 @@ def test_group_marks_sampled_tokens(model: Path) -> None:
     Fed(model, api)
     group = api.groups[0]
     tokens, mask, logprobs = group["tokens"][1], group["masks"][1], group["inference_logprobs"][1]
-    length = mask.index(41)  # the fake's completion number 1 begins with it
+    length = mask.index(41)  # completion number 1 of the fake begins with this token
     assert tokens[length:] == mask[length:] == [41, 50 + length, 2]
     assert mask[:length] == [-100] * length
     assert logprobs == [1.0] * length + [-5.7] * 3

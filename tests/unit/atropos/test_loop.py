@@ -72,7 +72,7 @@ class LateEngine(FakeEngine):
 
 
 def test_dead_server_is_restarted_for_environments(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atropos_stream, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a request: it looks dead
+    monkeypatch.setattr(atropos_stream, "HEALTH_INTERVAL_S", 0.0)  # to the checks, the fake server looks dead
     api = FakeApi(batches=[batch()])
     with serving(api) as server, running() as run:
         engine = LateEngine(api=api)

@@ -1,4 +1,4 @@
-"""A process that saves checkpoints until it is killed, over and over; started by `test_checkpoint.py`.
+"""A process that saves checkpoints repeatedly until it is killed; started by `test_checkpoint.py`.
 
 It does not import torch and has one thread, so that forking is fast.
 """

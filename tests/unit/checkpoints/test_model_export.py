@@ -193,7 +193,7 @@ def test_base_model_can_be_overridden(base: Path, tmp_path: Path) -> None:
 
 
 def saved_by_peft(folder: Path, settings: peft.PeftConfig, *, size: float = 0.15, **model: Any) -> tuple[Path, Path]:
-    """Write an untied base model, and an adapter with random weights of that scale, saved by PEFT."""
+    """Write an untied base model, and an adapter that PEFT saved, with random weights of the given scale."""
     base = tiny.write(LlamaConfig(**tiny.llama().to_dict() | {"tie_word_embeddings": False} | model), folder / "base")
     torch.manual_seed(1)
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), settings)
@@ -250,7 +250,7 @@ def test_adapter_that_changes_nothing_is_reported(
 ) -> None:
     is_untrained = not settings
     _, source = saved_by_peft(tmp_path, lora(**settings), size=0.0 if is_untrained else 0.1)
-    if "modules_to_save" in settings:  # only these are trained
+    if "modules_to_save" in settings:  # only these modules are trained
         path = source / "adapter_model.safetensors"
         save_file({name: tensor * ("lora_B" not in name) for name, tensor in load_file(path).items()}, path)
     assert answer(["export", str(source), "--out", str(tmp_path / "out")]) == 0

@@ -246,7 +246,7 @@ def single(folder: Path) -> Path:
 
 
 def add(folder: Path, file: str, *, scale: float, prefix: str = "") -> None:
-    """Write the weights of a model again, scaled, under different names if there is a prefix."""
+    """Write a model's weights again, scaled, with the prefix added to their names."""
     tensors = {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
     save_file({prefix + name: tensor * scale for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
 
@@ -322,7 +322,7 @@ def test_adapter_beside_a_full_model_is_refused(write: Callable[[Path], Path], t
     assert error is not None
     assert "it holds a full model and an adapter (adapter_config.json)" in error.message
     with pytest.raises(UnsupportedModelError, match="it holds a full model and an adapter") as caught:
-        loaded.load(str(folder), device="cpu")  # a reference, or a trainer's own copy: nothing checks them before
+        loaded.load(str(folder), device="cpu")  # a reference or a trainer's own copy is not checked before
     assert caught.value.hint == error.hint
 
 

@@ -214,7 +214,7 @@ def mixture(tmp_path: Path) -> ToyServer:
 
 @pytest.fixture
 def url_of_other_experts(mixture: ToyServer) -> Iterator[str]:
-    """A server of the mixture, which computes with the experts 2 and 3 of 4 in every layer, whatever routers choose."""
+    """A server of the MoE model that computes with experts 2 and 3 of 4 in every layer, whatever the routers choose."""
     reference, token_ids = mixture.reference, [5, 9, 2]
     replay = RouterReplay.of(reference, EXPERTS)
     assert replay is not None
@@ -234,7 +234,7 @@ def url_of_other_experts(mixture: ToyServer) -> Iterator[str]:
 
 
 class LiveClient(FakeClient):
-    """A server whose weights are the tensors, and which samples at another address."""
+    """A server whose weights are the attached tensors, and which samples at another URL."""
 
     def __init__(self, tensors: dict[str, Tensor], url: str) -> None:
         super().__init__(tensors)
@@ -273,7 +273,7 @@ def test_moe_model_is_verified_with_the_servers_experts(
 def test_sharded_moe_is_verified_with_the_servers_experts(
     mixture: ToyServer, url_of_other_experts: str, tmp_path: Path
 ) -> None:
-    """By two processes, each with its part of every expert; their own routers choose if the numbers do not match."""
+    """Two processes each hold a part of every expert; their own routers choose if the numbers of experts differ."""
     manifests.write(toy_server.in_parts(mixture, 2), tmp_path / "m.json")
     endpoint = Endpoint(url=url_of_other_experts, reports_experts=True)
     with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:

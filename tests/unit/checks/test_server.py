@@ -1,4 +1,4 @@
-"""The checks of a server: its manifest, its port, its leftovers, and its answers, from an HTTP server in its place."""
+"""The checks of a server: its manifest, port, leftovers and answers, with an HTTP server as a stand-in."""
 
 import json
 import os
@@ -74,14 +74,14 @@ def statuses(checks: Iterable[Check]) -> list[str]:
 
 
 def status_with(played: PlayedServer, **changes: Any) -> Check:
-    """Return the check of the fence for a server with another status."""
+    """Return the fence's check for a server whose status has these changes."""
     assert isinstance(played.status, Status)
     played.status = played.status.model_copy(update=changes)
     return server.answers(played.manifest())[1]
 
 
 def test_serving_server_passes(played: PlayedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the proxy is not used
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a proxy setting must be ignored
     health, fence, numbers = server.answers(played.manifest())
     assert statuses([health, fence, numbers]) == ["PASS", "PASS", "PASS"]
     assert "version 3" in fence.found

@@ -16,7 +16,7 @@ RELEASED = {"offload_optimizer": True, "gradient_release": True}
 EXPERTS = {**LORA, "lora_target_modules": "q_proj, experts"}
 
 TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    # further choices, the two that exclude each other, the beginning of the error
+    # other required choices, the pair that is excluded, and the beginning of the error
     (
         {},
         {"gradient_release": True, "context_parallel_size": 2},

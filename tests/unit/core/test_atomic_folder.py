@@ -220,7 +220,7 @@ def printed_path(process: subprocess.Popen[str]) -> Path:
 
 def test_next_writer_removes_only_a_killed_writers_files(tmp_path: Path) -> None:
     with started(tmp_path / "two", "wait") as live:
-        writing = printed_path(live)  # it has already checked for leftovers
+        writing = printed_path(live)  # this writer has already checked for leftovers
         with started(tmp_path / "one", "die") as killed:
             left = printed_path(killed)
         assert (left / "half").exists()

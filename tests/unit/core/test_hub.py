@@ -1,4 +1,4 @@
-"""A model's name is looked up before vLLM starts: on a local hub, without a hub, and only in the cache."""
+"""Looking up a model's name before vLLM starts: on a local hub, without a hub, and only in the cache."""
 
 import json
 import os

@@ -141,6 +141,6 @@ def test_truncated_file_is_refused_in_one_line(tmp_path: Path, kind: str) -> Non
     assert image_file.read(str(tmp_path / "whole")).mode == "RGB"
     for end in range(0, len(content) - 64, max(1, len(content) // 40)):
         (tmp_path / "cut").write_bytes(content[:end])
-        with suppress(RewardError):  # some formats decode what they have
+        with suppress(RewardError):  # some formats decode a truncated file
             image_file.read(str(tmp_path / "cut"))
         image_file.fault(str(tmp_path / "cut"))

@@ -1,4 +1,4 @@
-"""What other users can see of settings, log lines and commands; unredacted files are readable only by their owner."""
+"""What other users can see of settings, log lines and commands; files with secrets are readable only by their owner."""
 
 import os
 import subprocess

@@ -227,9 +227,9 @@ def test_ctrl_c_stops_compiling_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def compile_forever(*_: object) -> bool:
         numbers.append(threading.get_ident())
-        for delay_s in (0.5, 0.7):  # the second while the first ends the thread
+        for delay_s in (0.5, 0.7):  # the second Ctrl-C arrives while the first one ends the thread
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with suppress(SystemExit):  # as an interrupted process may raise
+        with suppress(SystemExit):  # which an interrupted process may raise
             _run_forever()
         _run_forever()
 

@@ -33,7 +33,7 @@ Attach = Callable[..., bridge.Policy]
 
 @pytest.fixture
 def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
-    """Return a function that attaches to one toy server, repeatedly, with the run directory `run` by default."""
+    """Return a function that attaches to the same toy server each time, with the run directory `run` by default."""
     monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""`forward_backward`, `optim_step`, `train_step`, `save_state` and `load_state` over a toy server's memory.
+"""`forward_backward`, `optim_step`, `train_step`, `save_state` and `load_state` on a toy server's memory.
 
-The expected results are those of `bridge run` on the same samples, to the bit.
+Results must be bit-identical to those of `bridge run` on the same samples.
 Not covered: sampling (`test_policy_calls.py`), a real server and several ranks (`tests/cpu/test_library.py`).
 """
 
@@ -657,7 +657,7 @@ def test_adapter_and_full_checkpoints_are_not_interchangeable(tmp_path: Path, mo
 
 
 def given_targets() -> list[bridge.Sample]:
-    """Return samples whose targets are not their next tokens: three of each token, one, and one of weight 0."""
+    """Return samples with targets other than the next token: three per token, one per token, and one of weight 0."""
     fixed: dict[str, Any] = {
         "prompt_token_ids": (5, 6, 7),
         "token_ids": (8, 9),
@@ -752,7 +752,7 @@ def test_forward_matches_training_and_keeps_gradients(policy: bridge.Policy, gro
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_each_step_has_its_own_hyperparameters(policy: bridge.Policy, groups: list[Group], factor: float) -> None:
-    """Against torch's AdamW on float32 copies, whose hyperparameters change with the steps."""
+    """The reference is torch's AdamW on float32 copies, with hyperparameters that change every step."""
     parameters = [*policy.parameters()]
     exact = [parameter.detach().float().requires_grad_() for parameter in parameters]
     torchs = torch.optim.AdamW(exact, lr=1.0)

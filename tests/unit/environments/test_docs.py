@@ -1,4 +1,4 @@
-"""docs/environments.md is right: each of its commands loads, and each of its rows scores as stated."""
+"""docs/environments.md is correct: each command loads its problems, and each table row scores as stated."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Problem files: the same rows from every format and path, without caching, and the errors for bad files."""
+"""Problem files: every format and path gives the same rows, nothing is cached, and bad files get clear errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Rewards by name and custom ones, their weights, and every misuse in one clear line."""
+"""Built-in and custom rewards, their weights, and a one-line error for every misuse."""
 
 import re
 from collections.abc import Callable

@@ -14,7 +14,7 @@ RECIPE = ROOT / "examples" / "recipes" / "word_problems.toml"
 
 
 def story(problem: Problem) -> str:
-    """Return the problem without its name and its thing."""
+    """Return the problem without its name and object."""
     return re.sub("|".join((*NAMES, *THINGS)), "_", str(problem["plain_prompt"]))
 
 

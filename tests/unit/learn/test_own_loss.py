@@ -57,7 +57,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 def with_signal(groups: Sequence[Group]) -> list[Group]:
-    """Give every completion an advantage, since built-in losses leave out completions without one."""
+    """Give every completion a nonzero advantage, since built-in losses leave out those without one."""
     rewards = (0.0, 1.0, 0.125, 0.25, 0.5, 2.0)
     return [replace(group, rewards=rewards[: len(group.rewards)]) for group in groups]
 

@@ -1,6 +1,6 @@
-"""A server that receives weights, without vLLM: it records its calls in order, and fails where a test wants it to.
+"""A server that receives weights, without vLLM. It records its calls in order, and fails at a chosen call.
 
-`FakeSender` stands in for vLLM's sender. It makes the same calls in the same order, and like NCCL's its broadcast hangs
+`FakeSender` stands in for vLLM's sender. It makes the same calls in the same order; like NCCL's, its broadcast hangs
 until every worker has joined.
 """
 
@@ -97,7 +97,7 @@ class FedServer:
 
 @contextmanager
 def running(*servers: FedServer) -> Iterator[None]:
-    """Serve all of them."""
+    """Run all of these servers."""
     if not servers:
         yield
         return

@@ -1,4 +1,4 @@
-"""Both handovers of `lora_only` with a fake server that accepts adapters."""
+"""Runs of `lora_only` with both handovers, on a fake server that accepts adapters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,7 +92,7 @@ class Running:
 
 
 def _sees(whole: Tensor, part: Tensor) -> bool:
-    """Return whether a value written to `whole` shows up in `part`; the value is restored."""
+    """Return whether a write to `whole` is visible in `part`; the old value is restored."""
     with torch.no_grad():
         before = whole[..., -1].clone()
         whole[..., -1] = before + 1

@@ -84,7 +84,7 @@ class Fed:
         return publish(self.mode.publish(Update()), self.write).version
 
     def calls(self) -> list[list[str]]:
-        """Return the calls since the last time."""
+        """Return the calls since the previous call of this method."""
         calls = [[*server.calls] for server in self.servers]
         for server in self.servers:
             server.calls.clear()
@@ -278,7 +278,7 @@ def test_failed_pause_leaves_all_versions_unchanged(opened: Callable[..., Fed], 
 
 @pytest.mark.parametrize("fault", ["fails_at", "dies_at"])
 def test_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], fault: str) -> None:
-    """The first server cannot undo its pause after the second one failed to pause."""
+    """The first server cannot resume after the second one failed to pause."""
     fed = opened()
     fed.servers[1].slow_at = "pause"
     setattr(fed.servers[0], fault, "resume")

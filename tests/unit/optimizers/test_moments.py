@@ -28,7 +28,7 @@ CODED = [EIGHT_BIT, FOUR_BIT]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread, since on a busy machine synchronization would dominate with such tiny tensors."""
+    """Use one thread: with such tiny tensors, synchronization would dominate on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

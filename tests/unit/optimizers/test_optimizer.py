@@ -185,7 +185,7 @@ def test_scaled_master_trains_like_an_unscaled_one(factor: float, dtype: torch.d
         SplitMasterAdamW([scaled_group(plain, 1.0, **choices)], lr=1.0),
         SplitMasterAdamW([scaled_group(held, factor, **choices)], lr=1.0),
     ]
-    for size in (1.0, 1e-3, 1e-7, 1e-9):  # the last two are close to eps, which must be scaled, too
+    for size in (1.0, 1e-3, 1e-7, 1e-9):  # the last two are close to eps, so eps must be scaled, too
         gradient = (torch.randn(6, 7) * size).to(dtype)
         plain.grad, held.grad = gradient, gradient / factor
         before = plain.detach().clone()

@@ -102,7 +102,7 @@ def long_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def tiny(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = copy.deepcopy(config)  # other tests use it, too
+    config = copy.deepcopy(config)  # other tests share this configuration
     config.initializer_range = 0.5  # otherwise attention would barely matter
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -127,7 +127,7 @@ def gradients(model: PreTrainedModel, hidden: Tensor) -> list[Tensor]:
     trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
     return list(
         torch.autograd.grad((hidden * weights).sum(), trained, materialize_grads=True)
-    )  # otherwise an expert without tokens fails
+    )  # experts without tokens have no gradient
 
 
 def assert_same(ours: Tensor, expected: Tensor, model: PreTrainedModel) -> None:

@@ -146,7 +146,7 @@ LARGE_BATCH = (1_000,) * 200
 
 
 def sums_in_float32(pass_budget: Budget) -> bool | None:
-    return pass_budget.sums_in_float32  # a function, since the value changes between two reads
+    return pass_budget.sums_in_float32  # a function, since type checkers assume that an attribute keeps its value
 
 
 @pytest.mark.usefixtures("_wider")

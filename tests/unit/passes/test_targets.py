@@ -1,4 +1,4 @@
-"""Targets that are not the next token, one or several a row, against float64: values, gradients, memory and packs.
+"""Targets other than the next token, one or several per row, compared with float64: values, gradients, memory, packing.
 
 Not covered: one target, which is the next token (`test_logprobs.py`, `test_packing.py`).
 """
@@ -47,7 +47,7 @@ def test_several_targets_equal_a_float64_computation(cap: float | None, compiles
     leaves = [torch.randn(10, 16), torch.randn(WORDS, 16), torch.randn(WORDS)]
     ours, exact = [x.clone().requires_grad_() for x in leaves], [x.double().requires_grad_() for x in leaves]
     targets, weights = torch.randint(WORDS, (10, 5)), torch.randn(10, 5)
-    targets[:, 1] = targets[:, 0]  # twice the same one
+    targets[:, 1] = targets[:, 0]  # the same target twice
     targets[0] = torch.tensor([0, 255, 256, WORDS - 1, 511])
     weights[:, 2] = 0
     by = LogitTransform(temperature=0.7, final_logit_softcapping=cap)
@@ -185,7 +185,7 @@ def random_samples() -> list[Sample]:
 
 
 def exact_terms(model: PreTrainedModel, one: Sample) -> Tensor:
-    """Return the log-probabilities of a sample's targets, computed by transformers alone: [N, K]."""
+    """Return the log-probabilities of a sample's targets, computed only by transformers: [N, K]."""
     ids = torch.tensor([[*one.prompt_token_ids, *one.token_ids]])
     rows: Tensor = model(input_ids=ids).logits[0, len(one.prompt_token_ids) - 1 : -1]
     targets = torch.tensor(one.targets or one.token_ids).view(len(one.token_ids), -1)
@@ -220,7 +220,7 @@ def test_packed_targets_equal_transformers_in_float64(max_tokens: int, share_pro
 
 
 def of_slices(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
-    """Return log-probabilities, entropies and a gradient of cut packs and of whole ones."""
+    """Return log-probabilities, entropies and a gradient of sliced packs and of full ones."""
     model = model_of(torch.float32)
     attention.choose(model, attention.NAME)
     prepared = PreparedModel(model)
@@ -248,7 +248,7 @@ def test_slices_with_several_targets_match_full_packs() -> None:
 
 
 def with_a_cut_head(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
-    """Return what a part of the head computes of several targets, and what the whole one does."""
+    """Return the results for several targets with a part of the head, and with the full head."""
     torch.manual_seed(0)
     hidden, head = torch.randn(20, 16), torch.randn(301, 16)
     targets, start = torch.randint(301, (20, 3)), 160 * ranks.rank

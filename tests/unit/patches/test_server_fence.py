@@ -97,7 +97,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def living() -> subprocess.Popen[bytes]:
-    """Start a process that lives until its standard input is closed."""
+    """Start a process that runs until its standard input is closed."""
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 

@@ -275,7 +275,7 @@ def test_port_of_a_starting_server_is_refused(tmp_path: Path, log: Path) -> None
     with pytest.raises(RankError, match="another rank"), served(command, log).running(start_another):
         pytest.fail("it answers after a minute")
     assert not (tmp_path / "other.log").exists()
-    with served(fake(tmp_path / "next", port=command.port), log).running() as server:  # both are free again
+    with served(fake(tmp_path / "next", port=command.port), log).running() as server:  # both can be used again
         assert not is_dead(pid_of(server))
 
 

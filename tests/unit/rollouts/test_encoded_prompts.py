@@ -1,4 +1,4 @@
-"""Prompts with images become token ids and tensors once; what does not fit is refused in one line.
+"""Prompts with images become token ids and tensors once; mismatches are refused in one line.
 
 The processor is a stand-in for Qwen3-VL's, which needs torchvision: it reads and expands in the same way.
 """
@@ -125,7 +125,7 @@ def test_image_tokens_are_expanded_once(model: Path, tmp_path: Path) -> None:
 
 
 class OfPixtral(Processor):
-    """Tokens of 8 x 8 pixels; another one ends each row, the last an image; images are padded to one size."""
+    """Tokens of 8 x 8 pixels. A separate token ends each row, another one the image; images are padded to one size."""
 
     image_break_token, image_end_token = START, END
 

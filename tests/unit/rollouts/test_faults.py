@@ -1,4 +1,4 @@
-"""Servers that fail, hang, lie or die: every prompt gets exactly one response, or a one-line error gives the reason."""
+"""Servers that fail, hang, lie or die: every prompt gets exactly one response, or a one-line error says why not."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ PROMPTS = [(7,) * length for length in range(1, 13)]
 NUM_SAMPLES = 3
 EXPECTED = [
     [(40 + index, 50 + len(prompt), 2) for index in range(NUM_SAMPLES)] for prompt in PROMPTS
-]  # what `openai` answers: no two are equal
+]  # the completions of `openai`, which are all different
 Reaction = Answer | Cut | Hang | None
 WELL = openai()
 Result = TypeVar("Result")
@@ -261,7 +261,7 @@ def test_groups_of_a_hanging_server_move_to_the_other_one() -> None:
         num_hung = len(one.completions)
         assert 1 <= num_hung <= 4
         assert sample(ours, one, other) == EXPECTED
-    assert len(one.given_up) == len(one.completions) <= num_hung + 1  # one more if it was due for another try
+    assert len(one.given_up) == len(one.completions) <= num_hung + 1  # one more if the server was due for another try
     assert ours.num_retries == len(one.completions)
 
 
@@ -458,7 +458,7 @@ def interrupt(number: int) -> None:
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Check that no task and no generator is left for asyncio to complain about."""
+    """Check that asyncio reports no leftover task or generator."""
     yield
     gc.collect()
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
@@ -666,7 +666,7 @@ def test_cooldown_of_a_failing_server_grows() -> None:
     for _ in range(9):
         begun = clock.now
         failing(health)
-        failing(health)  # while it is left out: counted once
+        failing(health)  # failures during the cooldown count only once
         while not health.is_well():
             clock.now += 0.5
         rests.append(clock.now - begun)
@@ -674,7 +674,7 @@ def test_cooldown_of_a_failing_server_grows() -> None:
     with health.watched():
         assert not health.is_well()
     with health.watched():
-        assert health.is_well()  # it has answered
+        assert health.is_well()  # the server has answered
 
 
 def test_server_whose_cooldown_ends_first_is_used() -> None:

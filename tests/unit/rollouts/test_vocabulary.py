@@ -50,7 +50,7 @@ def test_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
 
 
 def base(folder: Path, *, missing: int = 0) -> PreTrainedTokenizerBase:
-    """Write a model with Qwen 2.5's template and an EOS of its own, as its base models, with too few embeddings."""
+    """Write a model with Qwen 2.5's template, a different EOS, like Qwen's base models, and too few embeddings."""
     tokenizer = chat.tokenizer(folder, "qwen2_5")
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(folder)

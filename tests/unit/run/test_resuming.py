@@ -1,4 +1,4 @@
-"""What a resumed run may change: different problems or a different order are refused, all else is reported."""
+"""What a resumed run may change: different problems or a different order are refused, other changes are reported."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def test_changes_of_a_copied_run_are_relative_to_the_copy(run_dir: Path) -> None
     original.mkdir()
     source = saved(original, task(named(NAMES)), lr=1e-4)
     shutil.copytree(original, run_dir / "copy")
-    saved(original, task(named(NAMES)), lr=2e-4)  # the original has gone on with another rate
+    saved(original, task(named(NAMES)), lr=2e-4)  # the original run continued with another learning rate
     copied = checkpoint.read(run_dir / "copy" / "checkpoints" / source.folder.name)
     lines = resuming.check(copied, config(lr=3e-4), task(named(NAMES)))
     assert lines == ["changed since step 4: lr 0.0001 -> 0.0003"]

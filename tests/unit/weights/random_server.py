@@ -144,7 +144,7 @@ class Model(nn.Module):
 
 
 def make(random_: random.Random) -> Server:
-    """Create a server: most are correct, the others have one or two oddities."""
+    """Create a server. Most servers are correct; the others have one or two unsupported behaviors."""
     server = Server()
     for index in range(random_.randint(1, 3)):
         (_stack if random_.random() < 0.3 else _fuse)(server, f"v{index}", random_)

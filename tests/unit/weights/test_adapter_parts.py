@@ -1,4 +1,4 @@
-"""A tensor-parallel adapter computes, learns, saves and loads the same as a full one.
+"""A tensor-parallel adapter computes, trains, saves and loads the same as a full one.
 
 Not covered: a run that resumes (`test_parts_resume.py`), and a real server (`tests/cpu/test_tensor_parallel.py`).
 """

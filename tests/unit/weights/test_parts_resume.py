@@ -1,4 +1,4 @@
-"""A tensor-parallel run saves the same as one process, and resumes: bit-exact with as many ranks, or with any number.
+"""A tensor-parallel run saves the same as one process, and resumes with any number of ranks, bit-exactly with the same.
 
 Not covered: a real server (`tests/cpu/test_tensor_parallel.py`).
 """
