@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Collection
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,12 +21,21 @@ def check_installed() -> str:
     version = installed_version()
     reason = "is outside the supported range"
     if is_supported(version):
-        faults = find_faults(read_installed, pins.collect())
+        faults = installed_faults(version)
         if not faults:
             return version
         reason = f"does not fit the patches ({'; '.join(faults)})"
     tested = ", ".join(TESTED_VERSIONS)
     raise IncompatibleVersionError(f"vLLM {version} {reason}; tested versions: {tested}", hint=_hint())
+
+
+@cache
+def installed_faults(version: str) -> list[str]:  # noqa: ARG001  the key of the cache
+    """Return the faults of the installed vLLM, which has this version; a process reads its source once.
+
+    Parsing a hundred of its files takes a second.
+    """
+    return find_faults(read_installed, pins.collect())
 
 
 def installed_version() -> str:
