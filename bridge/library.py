@@ -94,7 +94,7 @@ def attach(
     except ManifestError as error:
         if path is not None:
             raise
-        # the hint chooses a server with command-line flags
+        # the original hint names command-line flags, which a program does not have
         hint = re.sub(r"--vllm-config-path (\S+)", r'bridge.attach("\1")', error.hint)
         hint = hint.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
         raise ManifestError(error.message, hint=hint) from error
@@ -199,7 +199,7 @@ def serve(
             adapter = lora_of(lora, model)
             given |= {"max_lora_rank": adapter.r, "lora_experts": adapter.has_experts}
         command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
-    except BaseException:  # there is no log to keep yet
+    except BaseException:  # the server has not started, so there is no log to keep
         shutil.rmtree(folder, ignore_errors=True)
         raise
     with (

@@ -49,7 +49,7 @@ def for_trl(
 
     Pass your own `callbacks`, `optimizers` and `processing_class` here, not to `GRPOTrainer`, where Python would report
     "got multiple values for keyword argument": they are returned together with Bridge's. `optimizers` is a pair as in
-    `GRPOTrainer`: None as the optimizer means Bridge's AdamW, None as the scheduler means that of `args`. Your own
+    `GRPOTrainer`: None as the optimizer means Bridge's AdamW, None as the scheduler means the one in `args`. Your own
     optimizer must have the parameters of `policy.parameters()`. A `peft_config` must be the one with which the policy
     was attached (`bridge.attach(lora=peft_config)`): only its adapter is trained, in the server's slot.
 
@@ -97,7 +97,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             adapter.peft_model.load_adapter = self._load_adapter
 
     def on_init_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
-        """Refuse a trainer that was created with other settings or another model than those of `for_trl`.
+        """Refuse a trainer that was created with other settings, or with another model, than `for_trl` was.
 
         Raises:
             UsageError: the settings or the model differ.
@@ -189,7 +189,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _missing(self) -> list[str]:
-        """Return the parameters that were in none of the files so far; a tied one if none of its names was found."""
+        """Return the parameters that no file has had so far, by the first name of tied parameters."""
         names: dict[int, list[str]] = {}
         for name, parameter in self._policy.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)

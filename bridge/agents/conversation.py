@@ -129,7 +129,7 @@ class Conversation:
         is_kept = turn_text.lstrip().startswith(thought) or THOUGHT not in history[-1]["content"]
         if not whole.startswith(before) or not end or not is_kept:
             return None
-        if any(message["content"].strip() not in behind for message in added):  # most are rendered verbatim
+        if any(message["content"].strip() not in behind for message in added):  # most templates do not change text
             self._refuse_lost([*history, *added])
         added_ids = self._encoded(behind)
         together = self._tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]

@@ -71,7 +71,7 @@ def open_stream(
     processes = chosen.reward_processes
     if not (task.in_workers and ranks.is_tp_rank_zero):  # scoring needs no workers, or another rank scores
         processes = 0
-    elif processes is None and task.interaction != "completion":  # one per concurrent trajectory
+    elif processes is None and task.interaction != "completion":  # one process per concurrent trajectory
         at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * hosts)
         processes = max(1, at_once // ranks.dp_size)
     tokenizer = skeleton.tokenizer(model_name)

@@ -105,7 +105,7 @@ class Recorder:
             self._server.lifespan = config.lifespan_class(config)
             await limit_connections(lambda: self._server, counts_answered=True)
             await self._server.startup([listener])  # not `serve`, which would install signal handlers
-            listener.listen(QUEUED)  # asyncio uses a single number for both limits
+            listener.listen(QUEUED)  # asyncio would use `backlog` for both limits
             self._socket = listener
         port: int = self._socket.getsockname()[1]
         return port
@@ -132,7 +132,7 @@ class Recorder:
             body = json.loads(await _body(request))
         except (ValueError, RecursionError) as error:
             raise Refusal("the request is not JSON") from error
-        run = self._run_of(name)  # it may have ended while the body arrived
+        run = self._run_of(name)  # the run may have ended while the body arrived
         document = api.as_document(body, await _answer_if_connected(run, api.as_chat(body), request))
         try:
             if body.get("stream"):

@@ -60,7 +60,7 @@ def _completion(group: ScoredGroup, index: int, start: int, flags: tuple[bool, .
         token_ids=token_ids,
         logprobs=tuple(_logprob(value) if own else math.nan for value, own in zip(given, flags, strict=True)),
         text=decode(token_ids),
-        finish_reason="stop",  # not part of the protocol
+        finish_reason="stop",  # Atropos's protocol has no finish reason
         versions=_versions(group, index, flags),
         sampled=None if all(flags) else flags,
     )

@@ -210,7 +210,7 @@ def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
         elif num_bytes != file.num_bytes:
             how = "is truncated" if num_bytes < file.num_bytes else "has grown"
             yield f"{name} {how}: {num_bytes} bytes, expected {file.num_bytes}"
-    extra = [name for name in held if name not in files and model_files.is_loaded(name)]  # such as code
+    extra = [name for name in held if name not in files and model_files.is_loaded(name)]  # such as Python code
     yield from (f"{name} was added after saving" for name in extra)
     try:
         for (name, file), checksum in zip(files.items(), _checksums([held[name] for name in files]), strict=True):

@@ -24,7 +24,7 @@ RECORDED = (
 )
 """Keys of every line of `metrics.jsonl`, in order."""
 OF_A_LOSS = ("clipped_low_share", "clipped_high_share")
-"""Declared metrics that a custom loss may return, too."""
+"""Metrics of Bridge's losses that a custom loss may also return."""
 
 
 class StepMetrics(dict[str, Any]):

@@ -314,7 +314,7 @@ def _state_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> tuple[dict
     """
     state = dict(optimizer.state.get(parameter, {}))
     on_device = [key for key, value in state.items() if isinstance(value, Tensor) and value.device == parameter.device]
-    if parameter.device.type == "cpu":  # where torch keeps step counts, too
+    if parameter.device.type == "cpu":  # step counts are on the CPU, too
         on_device = [key for key in on_device if state[key].shape == parameter.shape]
     return state, on_device
 

@@ -203,7 +203,7 @@ def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
         odd = f"the handle opened, but the first process read {value or 'nothing'} where the second wrote {MARK}"
         hint = "run both on the same GPU driver: bridge doctor inside the container that serves"
         return judged(CUDA, is_shared, SHARED if is_shared else odd, CUDA_EXPECTED, hint)
-    expandable: list[Cause] = [  # their errors can have any text
+    expandable: list[Cause] = [  # expandable segments can cause errors with any text
         (("",), f"{variable} enables expandable segments", f"unset {variable}")
         for variable in ALLOCATOR_VARIABLES
         if EXPANDABLE in environment.get(variable, "")

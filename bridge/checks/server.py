@@ -192,7 +192,7 @@ def _numbers(client: BridgeClient, manifest: Manifest) -> Check:
 
 
 class Process(NamedTuple):
-    """One process, as far as this user may see it."""
+    """One process, with what this user may see of it."""
 
     pid: int | None
     """None: a process of another user or container."""

@@ -208,7 +208,7 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     """Check that `python -m` would not import a `bridge` in the current folder instead of this one."""
     taken = [name for name in ("bridge/__init__.py", "bridge.py") if (folder / name).exists()]
     hint = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
-    if not taken and (folder / "bridge").is_dir() and not _wins_against_folders():  # such as a clone of Bridge
+    if not taken and (folder / "bridge").is_dir() and not _wins_against_folders():  # such as Bridge's clone
         taken = ["bridge"]
         hint = "make setup in Bridge's clone, or rename the folder"
     is_ours = not taken or folder.resolve() == root.resolve()

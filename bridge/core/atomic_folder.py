@@ -85,7 +85,7 @@ def _is_gone(writer: re.Match[str]) -> bool:
     """Return whether the process in a scratch folder's name has definitely exited."""
     if writer["host"] != _short(os.uname().nodename):
         return False
-    if writer["boot"] != _short(boot_id()):  # it ran before this host's last boot
+    if writer["boot"] != _short(boot_id()):  # the writer ran before this host's last boot
         return True
     identity = ProcessIdentity(
         pid=int(writer["pid"]), start_ticks=int(writer["start_ticks"]), pid_namespace=f"pid:[{writer['namespace']}]"
@@ -109,7 +109,7 @@ def _check_replaceable(folder: Path, replaceable: Callable[[Path], bool], flag: 
 def _one_line_errors(folder: Path, scratch: Path, flag: str) -> Iterator[None]:
     try:
         yield
-    except BridgeError:  # some BridgeErrors are OSErrors
+    except BridgeError:  # raised first, because some BridgeErrors are OSErrors, too
         raise
     except (OSError, SafetensorError) as error:  # safetensors wraps OSErrors in its own
         nearest = next(path for path in folder.parents if os.access(path, os.F_OK))

@@ -68,7 +68,7 @@ def holder(inode: int) -> str | None:
     """Return the pid of the process that locked `inode`; None if the kernel does not report it."""
     with suppress(OSError):
         for fields in map(str.split, Path("/proc/locks").read_text().splitlines()):
-            # 7: FLOCK ADVISORY WRITE 4711 fe:00:131074 0 EOF
+            # A line of /proc/locks: 7: FLOCK ADVISORY WRITE 4711 fe:00:131074 0 EOF
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode) and int(fields[4]) > 0:
                 return fields[4]
     return None

@@ -84,7 +84,7 @@ def source_file(kind: type) -> str:
     """Return the file that defines the class `kind`, or its module's name if there is no file."""
     try:
         return inspect.getfile(kind)
-    except (TypeError, OSError):  # defined interactively, or in C
+    except (TypeError, OSError):  # a class defined interactively, or in C
         return kind.__module__
 
 
@@ -92,7 +92,7 @@ def location_of(error: BaseException, file: str) -> str | None:
     """Return where `error` was raised: the last frame in `file`, or in any file outside the libraries."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int):
-        frames.append((error.filename, error.lineno))  # the file itself never ran, so it has no frame
+        frames.append((error.filename, error.lineno))  # a file with a syntax error never runs, so it has no frame
     return location_in(frames, file)
 
 

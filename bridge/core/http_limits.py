@@ -60,7 +60,7 @@ async def read_body(
                 await asyncio.wait({receiving}, timeout=min(TICK_S, limit_s - waited_s))
                 waited_s += min(time.monotonic() - began, TICK_S)
         finally:
-            receiving.cancel()  # no effect once it is done
+            receiving.cancel()  # no effect if the body has arrived
         messages.append(receiving.result())
         received += len(messages[-1].get("body", b""))
         size = max(size, received)

@@ -84,7 +84,8 @@ def run_child(
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    own = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]  # libraries may warn after it
+    # Not always the last line: libraries may print warnings when the interpreter exits.
+    own = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return Ended(returncode=returncode, stdout=stdout, last_error_line=(own or lines or [""])[-1])
 
 
@@ -103,7 +104,7 @@ def run_children(run: Callable[[int, Began], str], count: int) -> list[str]:
         try:
             with acting_interrupt():
                 wait_until(have_ended)
-        finally:  # otherwise they would wait for each other
+        finally:  # kill the remaining children: after one fails, the others would wait for it
             while wait(results, timeout=POLL_S).not_done:
                 for process in processes:
                     process.kill()

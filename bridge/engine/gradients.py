@@ -123,7 +123,7 @@ class Gradients:
         return [self._loss_of(batch) for batch in self._batches]
 
     def _loss_of(self, batch: MicroBatch, *, needs_gradient: bool = True) -> Tensor:
-        if not filters(self._trainable.sampling):  # for example a teacher, whose student is filtered
+        if not filters(self._trainable.sampling):  # a teacher, for example, is not filtered as its student is
             batch = replace(batch, kept=None)
         logprobs_NX, entropies_N = self._trainable.logprobs(batch)
         self._keep(batch, logprobs_NX.detach(), entropies_N)

@@ -55,7 +55,7 @@ def _default_targets(model: str) -> list[str] | None:
 
     try:
         model_type = skeleton.configuration(model).model_type
-    except (OSError, *skeleton.MISBUILT):  # reported where the model is loaded or served
+    except (OSError, *skeleton.MISBUILT):  # loading or serving the model reports this error
         return None
     targets: list[str] | None = LoraModel.target_module_mapping.get(model_type)
     return targets

@@ -339,7 +339,7 @@ class Policy:
             sampled = self._sampler.loop.run(request.sampled(self._sampler))
         except asyncio.CancelledError:
             self._refuse_misplaced("sample")  # another thread may have closed the policy
-            self._refuse_half_written("sample")  # or may have failed inside the fence
+            self._refuse_half_written("sample")  # another thread may have failed inside the fence
             raise
         return request.scored(sampled, score)
 
@@ -488,7 +488,7 @@ class Policy:
         Shapes: -> [N] float32, [N] float32.
         """
         self._refuse_closed("logprobs")
-        if not filters(self.sampling):  # for example a teacher, whose student is filtered
+        if not filters(self.sampling):  # a teacher, for example, is not filtered as its student is
             batch = replace(batch, kept=None)
         return self.prepared.logprobs(batch, self.sampling.temperature)
 
@@ -780,7 +780,7 @@ class Policy:
                     self._cancel_sampling()  # in other threads: the server would not answer
                 raise
             if self._failed:
-                self._drop_gradients()  # those of the failed update
+                self._drop_gradients()  # of the failed update
             self._failed = ""
             self._run_folder.add_fence(window.times)
 
@@ -891,7 +891,7 @@ class Policy:
         The weights are published as `version`, or as the next one if that is later.
         """
         self._wake(UsageError("a checkpoint was loaded before optim_step", hint="repeat the passes"))
-        self._drop_gradients()  # they belong to the old weights
+        self._drop_gradients()  # of the old weights
         with deferred_interrupt():
             try:
                 self.mode.restore(folder, version=version)
@@ -1031,7 +1031,7 @@ class Policy:
             UsageError: this way of publishing uses a second copy.
         """
         with self._alone("verify"):
-            self._refuse_half_written("verify")  # verify would make the server serve them
+            self._refuse_half_written("verify")  # verify would let the server serve half-written weights
             if self._sleep is not None:
                 raise UsageError(
                     "policy.verify: the fence stays open for passes until policy.optim_step, and verify would close it",

@@ -1,7 +1,7 @@
 """A policy loss in a user's file, `--loss file.py:function`: load it, try it on made-up tensors, and call it.
 
-Trial calls check that the loss of a batch does not depend on how the batch is cut into micro-batches: the gradient must
-double when the weights do, and the gradients of single sequences must equal those of all sequences together.
+Trial calls check that the loss of a batch does not depend on how the batch is cut into micro-batches: twice the
+weights must give twice the gradient, and the gradients of single sequences must add up to that of all sequences.
 
 The function gets a `LossTensors` and returns each token's term of the loss, and metrics:
 

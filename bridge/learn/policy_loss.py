@@ -68,7 +68,8 @@ class LossSpec:
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
         """Return each row's sequence if importance weights are per sequence; None: they are per token.
 
-        By default they are per sequence if the ratio is and weights are truncated; masking is per token by default.
+        By default they are per sequence if the ratio is per sequence and weights are truncated. Masking is per token by
+        default.
 
         Shapes: -> [N] int64.
         """
@@ -140,8 +141,8 @@ def policy_loss(
     clipped ratios.
 
     Shapes: [N] float32 x 2, [N] float32 -> [], [2] float64 of each metric.
-    Source: PPO (arXiv 1707.06347), equation 7, for the clip; Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO, for
-        that of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; REINFORCE++
+    Source: PPO (arXiv 1707.06347), equation 7, for the clip; dual-clip PPO (Ye et al. 2020, arXiv 1912.09729), for
+    the clip of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; REINFORCE++
         (arXiv 2501.03262), as PPO does for human feedback, for the divergence in the reward; the losses' own papers are
         named in `LOSSES`.
     """

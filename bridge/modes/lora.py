@@ -298,7 +298,7 @@ class LoraDisk(_LoraMode):
         self._served.clear()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
         self._serve(self.version + 1)
-        for name in earlier:  # only now: after an interrupt, the next run must find the highest version
+        for name in earlier:  # last: if this is interrupted, the next run must still find the highest version
             self._client.unload_adapter(name)
 
     def _newest_served(self) -> int:

@@ -193,7 +193,7 @@ class PatchedServer(Mode):
                     hint="start all servers with the same model, dtype and flags",
                 )
         if len({*ranks.all_gather_object(self.version)}) > 1:
-            self.publish_as(self._newest() + 1)  # earlier runs trained them
+            self.publish_as(self._newest() + 1)  # earlier runs left the servers at different versions
 
     def _may_keep_kv(self, status: Status) -> bool:
         """Return whether in-flight requests keep their keys and values; UsageError if they must but cannot."""
@@ -223,7 +223,7 @@ class SharedVllm(PatchedServer):
         model = self._attached.model
         parts = self._parts
         model_folder.check(model, checkpoint, parts)  # before the server pauses
-        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):  # even if torn
+        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):  # even a torn server
             model_folder.load_into(model, checkpoint, parts)
 
     def revive(self, checkpoint: Path | None) -> None:

@@ -76,7 +76,7 @@ class Receivers:
     def _resume(self, server: Receiver) -> None:
         try:
             server.resume()
-        except (ServerUnreachableError, UsageError) as error:  # dead, or resumes after the others join
+        except (ServerUnreachableError, UsageError) as error:  # dead, or still waits for other servers
             logger.warning(f"{error.message}; {error.hint}")
 
     def publish(self, version: int) -> int:
@@ -312,4 +312,4 @@ def _url(name: str) -> str:
     if "://" not in name:
         address = name if ":" in name else f"{LOOPBACK}:{name}"
         url = f"http://{address}"
-    return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # the form that Bridge's servers use
+    return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # Bridge's servers use 127.0.0.1, not localhost

@@ -210,7 +210,8 @@ class InPlaceOptimizer(torch.optim.Optimizer):
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
-        copies = {(index, name): state[index][name].clone() for index, name in held}  # both may be the same tensors
+        # `reset` zeroes the optimizer's tensors, and `state_dict` may contain the same ones.
+        copies = {(index, name): state[index][name].clone() for index, name in held}
         self.reset({parameters[index]: parts["step"] for index, parts in state.items()})
         for (index, name), copy in copies.items():
             self.put(parameters[index], {name: copy})

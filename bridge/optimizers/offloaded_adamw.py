@@ -148,7 +148,7 @@ class OffloadedAdamW(ShardedOptimizer):
         weight, master, first, second, gradient = (
             tensor.reshape(-1)[:num_elements] for tensor in (weight, *held, gradient)
         )
-        if number == 1:  # not in `allocate`, since a checkpoint may be loaded after it
+        if number == 1:  # not in `allocate`: a checkpoint may be loaded between `allocate` and the first step
             master.copy_(weight)
         for chunk in _chunks(weight, master, first, second, gradient):
             step = partial(self._step_chunk, chunk[:-1], member.group, number, factor)

@@ -187,7 +187,7 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
 def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
     """Normalize the outputs of all parts, and return this part's; each output is taken from the first part that has it.
 
-    Each part has only a partial gradient, so gradients are summed in the backward pass, too.
+    Each part has only a partial gradient, so the backward pass sums the gradients of all parts.
     """
     outputs = norm.outputs
     num_own = own.shape[-1]

@@ -5,8 +5,8 @@ that it may attend to, each shared prompt once, and only the experts that a toke
 forward and one backward pass. Recomputed activations, log-probs from before the first update, and the reference are not
 counted: they depend on the training setup.
 
-Source: the terms are those of PaLM (arXiv 2204.02311, appendix B). PaLM counts attention without its causal mask,
-which is twice as many operations for long sequences.
+Source: the terms as in PaLM (arXiv 2204.02311, appendix B), which counts attention without its causal mask: twice as
+many operations for long sequences.
 """
 
 import math

@@ -6,7 +6,7 @@ takes no memory. With images it takes less memory than the decoder: 0.2 MB per i
 which the decoder takes 0.2 to 7.7.
 
 Not covered: how images become tokens and tensors (`bridge/rollouts/encoded_prompts.py`).
-Source: positions are those of Qwen2-VL (arXiv 2409.12191, section 2.1), `get_rope_index` in transformers 5.19.
+Source: positions as in Qwen2-VL (arXiv 2409.12191, section 2.1), `get_rope_index` in transformers 5.19.
 Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, D image tokens of distinct images, H hidden
 size.
 """
@@ -55,7 +55,7 @@ class Gathered:
     def add(self, images: Images | None, indices: range, first: int) -> None:
         """Add a sequence whose prompt has these images: its tokens from `first` on, which are at `indices` in T."""
         self._positions[indices.start] = positions(first + len(indices), images)[:, first:]
-        if images is not None and first == 0:  # otherwise this is a completion whose prompt is shared
+        if images is not None and first == 0:  # first > 0: a completion that shares its prompt, which has the images
             self._images[indices.start] = images
 
     def packed(self, device: torch.device) -> PackedImages:

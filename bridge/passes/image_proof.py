@@ -90,7 +90,7 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
 
 
 def _positions(given: Mapping[str, Any]) -> Tensor:
-    """Return the positions that a decoder gets, by axis; a decoder that gets none counts its tokens."""
+    """Return a decoder's position ids, by axis; without position ids in `given`, they are 0, 1, 2, ..."""
     positions: Tensor | None = given.get("position_ids")
     if positions is None:
         return torch.arange(given["inputs_embeds"].shape[1], device=given["inputs_embeds"].device).unsqueeze(0)

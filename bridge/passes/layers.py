@@ -86,7 +86,7 @@ def call_again(model: PreTrainedModel, *, keeps_attention: bool = False) -> None
         if hasattr(module, "gradient_checkpointing"):
             module.training = True
             for name, value in vars(module).items():
-                if name.endswith("dropout") and isinstance(value, float):  # StarCoder2 calls the function
+                if name.endswith("dropout") and isinstance(value, float):  # StarCoder2 applies dropout as a function
                     setattr(module, name, 0.0)
 
 

@@ -97,7 +97,7 @@ def token_logprobs(
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> None:
-    """Check that Bridge's logits equal those of the model's own forward pass; each part checks its own `words`.
+    """Check that Bridge's logits equal the model's own; each part of the vocabulary checks its `words`.
 
     Raise UnsupportedModelError if the model transforms its hidden states or logits in an unsupported way.
     """
@@ -254,7 +254,7 @@ def _added(
 
 
 def _over_parts(sums: _Sums, group: str) -> _Sums:
-    """Return the sums over the words of all parts; a row's target logit is 0 on all parts but the one that has it."""
+    """Combine the sums of all parts of the vocabulary; a target's logit is 0 on all parts except its own."""
     maxima_N = reduced(sums.maxima_N, "max", group)
     shrink_N = (sums.maxima_N - maxima_N).exp()
     if sums.targets_NX.dim() > 1:

@@ -203,7 +203,7 @@ def packs(
 def _order(sample: Sample) -> tuple[object, ...]:
     """Return a sort key: the length, then all other training data, so that ties do not depend on the input order."""
     tokens = *sample.prompt, sample.token_ids, sample.sampled or ()
-    logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN has no order
+    logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN cannot be sorted
     targets = sample.num_targets, sample.targets, sample.target_weights
     return (
         sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts, *targets

@@ -70,7 +70,7 @@ class Expected:
         bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
         tokens_T = example_tokens(model)
         own_attention = attention.chosen(model)
-        attention.choose(model, "eager")  # others omit what they do not support, as sdpa omits Gemma 2's cap
+        attention.choose(model, "eager")  # others omit features: sdpa has no logit softcap (Gemma 2)
         with _checking(model):
             experts_TX = _own_experts(prepared, tokens_T)
             alone_TH = _alone(prepared, tokens_T, experts_TX)
@@ -163,7 +163,7 @@ def packed_sharing(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor
     seen = batch.spans.seen
     assert seen is not None
     sequences = [keys for keys in seen.keys_U.split(seen.starts_S1.diff().tolist()) if len(keys) in LENGTHS]
-    return hidden_TH[torch.cat(sequences)]  # the other spans are prompts
+    return hidden_TH[torch.cat(sequences)]  # the other spans are shared prompts
 
 
 def example_tokens(model: PreTrainedModel) -> Tensor:

@@ -138,7 +138,7 @@ def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
         id(parameter): nn.Parameter(torch.empty(cuts[name].shape, device="meta"))
         for name, parameter in model.named_parameters()
     }
-    return copy.deepcopy(model, empty).float()  # buffers are not parameters
+    return copy.deepcopy(model, empty).float()  # buffers are copied, and converted to float32
 
 
 def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:

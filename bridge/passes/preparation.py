@@ -87,7 +87,7 @@ def _prepare(prepared: PreparedModel, compute: ComputeConfig, max_model_len: int
         expected = Expected.of(prepared, max_model_len)
     compiles = compute.compiles_on(model.device.type)
     if model.device.type == "cpu" and not compiles and layers.bf16_is_emulated():
-        layers.widen(model)  # widened layers would each be compiled separately
+        layers.widen(model)  # not for compiled layers: each widened layer would be compiled separately
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
     recurrence.keep_apart(model)
@@ -100,7 +100,7 @@ def _prepare(prepared: PreparedModel, compute: ComputeConfig, max_model_len: int
         _recompute(prepared)
         prepared.kept = layers.INPUTS
     if not is_replayed and prepared.replay is not None and not prepared.is_compiled:
-        prepared.replay.release()  # compiled code does not need this
+        prepared.replay.release()  # replay takes time in eager mode, but none in compiled code
         prepared.replay = None
 
 
@@ -150,7 +150,7 @@ def _may_share_prompts(prepared: PreparedModel, expected: Expected) -> bool:
 
 
 def _compile(prepared: PreparedModel, expected: Expected, *, recomputed: bool) -> None:
-    """Compile the layers; undo it if torch cannot compile them, or if the result is wrong.
+    """Compile the layers; if torch cannot compile them, or if the result is wrong, leave them uncompiled.
 
     The backward pass is compiled here, too, unless activations are recomputed or offloaded: then `_recompute` does it.
     """

@@ -58,7 +58,7 @@ class Replay(TorchFunctionMode):
         if scores_TE is None:
             return result
         if block.chosen_TK is None:
-            block.num_choices = scores_TE.shape[1]  # a router with groups chooses the experts last
+            block.num_choices = scores_TE.shape[1]  # the last call counts: groups are chosen before experts
             block.own_TK = result.indices
         elif block.num_choices == scores_TE.shape[1] and block.chosen_TK.shape == result.indices.shape:
             taken = _taken(block, scores_TE, result.values, result.indices, self._other_groups_T)
@@ -121,7 +121,7 @@ class RouterReplay:
         """
         for number, block in enumerate(self._blocks):
             num_chosen = block.own_TK.shape[1]
-            if experts_TX is None:  # shaped like a choice, so that compiled layers need only one form
+            if experts_TX is None:  # a tensor instead of None, so that layers are compiled only once
                 block.chosen_TK = block.num_rerouted.new_full((num_tokens, num_chosen), UNKNOWN, dtype=torch.int16)
             else:
                 of_layers_TLK = experts_TX.view(num_tokens, len(self._blocks), num_chosen)
@@ -181,7 +181,7 @@ class RouterReplay:
 
 
 def made_up_tokens(model: PreTrainedModel, num_tokens: int) -> Tensor:
-    """Return made-up tokens of the model's vocabulary, without repetition as far as its size allows: [T]."""
+    """Return made-up tokens of the model's vocabulary; they repeat only if the vocabulary is small: [T]."""
     tokens_T = torch.arange(num_tokens, device=model.device) * 7919 + 11
     return tokens_T.remainder(model.config.get_text_config().vocab_size)
 
@@ -274,7 +274,7 @@ def _taken(
     is_known_T1 = block.chosen_TK[:, :1] != UNKNOWN
     indices_TK = torch.where(is_known_T1, block.chosen_TK.long(), own_TK)
     scores_TK = scores_TE.gather(1, indices_TK)
-    if torch.is_grad_enabled():  # a reference model does not count
+    if torch.is_grad_enabled():  # do not count choices of a reference model, which needs no gradients
         differs_T = scores_TK.detach().amin(1) < own_scores_TK.detach().amin(1)
         differs_T = differs_T if other_groups_T is None else differs_T | other_groups_T
         block.num_rerouted += torch.stack([differs_T.sum(), is_known_T1.sum()])

@@ -8,7 +8,7 @@ Each rank computes the log-probabilities of its own tokens and receives those of
 full pack's and computes its loss. In the backward pass each rank uses the gradient of its own tokens.
 
 Not covered: attention itself (`attention.py`), checking a model (`parallel_proof.py`).
-Source: the exchange is that of DeepSpeed-Ulysses (arXiv 2309.14509).
+Source: the exchange as in DeepSpeed-Ulysses (arXiv 2309.14509).
 Shape suffixes: C slices, T tokens of the pack, L tokens of a slice, N rows of the pack, M rows in this rank's slice, A
 attention heads, K key-value heads or targets of a row, X any dimensions, D head size, H hidden size.
 """

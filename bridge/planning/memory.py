@@ -92,11 +92,11 @@ class Need:
     gradients: float  # as many as exist at once, in bf16
     sums: float  # added to the gradients by float32 sums, in an update of more than FEW micro-batches
     temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
-    least_activations: float  # of the smallest micro-batch worth training with, recomputed and on the host if allowed
-    most_activations: float  # of the largest one, kept if allowed
+    least_activations: float  # of the smallest micro-batch worth training with, recomputed and offloaded if allowed
+    most_activations: float  # of the largest micro-batch, kept in GPU memory if allowed
     offloaded: float  # the optimizer's state and master in the memory of one host, of all GPUs there, and activations
     kv_per_token: float  # keys and values of one token, and its share of its sequence's states
-    replicas: int  # on one host
+    replicas: int  # number of replicas on one host
 
     @classmethod
     def of(
@@ -264,9 +264,9 @@ def _optimizer_state(
 class _Activations(NamedTuple):
     """Bytes that a forward pass keeps for its backward pass."""
 
-    least: float  # of the smallest micro-batch, recomputed and on the host if allowed
-    most: float  # of the largest one, kept if allowed
-    on_host: float  # in the memory of one host
+    least: float  # of the smallest micro-batch, recomputed and offloaded if allowed
+    most: float  # of the largest micro-batch, kept in GPU memory if allowed
+    on_host: float  # offloaded to the memory of one host
 
 
 def _activations(

@@ -185,8 +185,8 @@ class Dimensions:
 class ModelSize:
     """Parameters and widths of one model."""
 
-    num_params: int  # of the language model, tied ones once
-    exact: bool  # whether they were counted in the headers of its weights, not estimated from its dimensions
+    num_params: int  # parameters of the language model; tied parameters count once
+    exact: bool  # whether parameters were counted in the headers of the weight files, not estimated from dimensions
     dimensions: Dimensions
     max_tokens: int | None = None  # longest sequence, if the configuration states it
     num_untrained: int = 0  # held but never trained, such as a vision tower; negative if serving only FP8 saves memory

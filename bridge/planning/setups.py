@@ -139,7 +139,7 @@ def _row(need: Need, choices: Choices, limits: Limits, kv_sleep: str) -> Row:
 def command(row: Row, size: ModelSize, serve: ServeConfig, given: Choices, sequence_tokens: int) -> str:
     """Return the command that trains with the setup of `row` and every other choice that was `given`.
 
-    `sequence_tokens` are those of a prompt and its completion.
+    `sequence_tokens` is the length of a prompt and its completion.
     """
     parts = ["bridge", "run", "--model", serve.model, *row.flags]
     if serve.quantization:

@@ -126,7 +126,7 @@ class ServerCommand:
         """Return the arguments that serve `model` under the name of the first model; None: serve the first model."""
         if model is None:
             return self.argv
-        index = self.argv.index(readable(self.model))  # an explicit name comes later, and wins
+        index = self.argv.index(readable(self.model))  # the user's --served-model-name comes later, and wins
         return (*self.argv[:index], readable(model), "--served-model-name", self.model, *self.argv[index + 1 :])
 
 

@@ -149,7 +149,7 @@ class StartedServer:
             bad = bad + 1 if answer == "unwell" else 0
             if bad < PATIENCE and answer != "silent":
                 continue
-            if over.is_set() or not server.is_alive():  # it is being stopped, or has ended
+            if over.is_set() or not server.is_alive():  # the server is being stopped, or has exited
                 return
             self._verdict = "lost its engine" if bad else f"gave no answer for {self._hang_limit_s:g} s"
             stopped = f"vLLM (pid {server.process.pid}) {self._verdict}: it was stopped"

@@ -245,7 +245,7 @@ def clear_manifest(path: Path) -> None:
 
     Raises:
         UsageError: the manifest is a live server's, or nothing can be written there.
-        ManifestError: another file is there.
+        ManifestError: the file at `path` is not a manifest.
     """
     folder = _nearest_folder(path)
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
@@ -261,7 +261,7 @@ def clear_manifest(path: Path) -> None:
         existing = manifest.read(path)
         manifest.check_server(existing, path)
     except ManifestError as error:
-        if existing is not None:  # else a different version of Bridge wrote it
+        if existing is not None:  # None: it cannot be read, so a different version of Bridge wrote it
             _refuse_out_of_sight(existing, path)
         logger.warning(f"replacing the manifest of a server that is gone: {error.message}")
         path.unlink()

@@ -151,7 +151,7 @@ class Watch:
                 waits = bool(self._parts) or self._is_exchanging
             late_s = late_s + PERIOD_S if self._is_exchanging and self._num_exchanges == last else 0.0
             last = self._num_exchanges
-            if is_lost and before and waits:  # twice: the last bytes may still be in transit
+            if is_lost and before and waits:  # `before`: its last bytes have had time to arrive
                 self._break_off("it exited or failed", self._connections)
                 return
             if late_s > LATE_LIMIT_S:
@@ -193,7 +193,7 @@ class Watch:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _abort(self, group: Any) -> None:
-        with suppress(RuntimeError):  # the connections are closed below instead
+        with suppress(RuntimeError):  # a backend that cannot abort: its connections are closed instead
             group._get_backend(self._device).abort()
 
 

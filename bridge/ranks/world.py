@@ -264,7 +264,7 @@ class Ranks(Tensors):
                 raised = error
             self.run_and_gather(outcome)
         finally:
-            raised = None  # its traceback references this frame
+            raised = None  # the error's traceback references this frame, and thus its tensors
 
     def run_on_rank_zero(self, act: Callable[[], Result]) -> Result:
         """Run `act` on rank 0, and return its result, or raise its error, on every rank."""

@@ -111,7 +111,7 @@ class EventLoop:
     def _count_time(self, is_waited_for: bool) -> None:
         was_waited_for = self._is_waited_for
         self._is_waited_for = is_waited_for or self._num_awaited > 0
-        if self._num_awaited and was_waited_for:  # the limits keep running
+        if self._num_awaited and was_waited_for:  # another coroutine is still awaited, so the limits keep running
             return
         for limit, seconds in self._limits.items():
             with suppress(RuntimeError):  # the timeout has expired

@@ -172,7 +172,8 @@ class Server:
         self.reports_versions = bool(header)
         if self.endpoint.version is None:
             return answer, header
-        choices = tuple(choice.model_copy(update={"versions": None}) for choice in answer.choices)  # the base's
+        # The server reports versions of the base model, not of the requested adapter.
+        choices = tuple(choice.model_copy(update={"versions": None}) for choice in answer.choices)
         return openai_api.Completions(choices=choices), str(self.endpoint.version)
 
     def lacks(self, temperature: float) -> Iterator[str]:

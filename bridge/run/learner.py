@@ -99,8 +99,8 @@ class Learner:
     def write(self) -> None:
         """Run all updates of the batch.
 
-        An update whose gradient is not finite is skipped, and ends the batch. A later update that runs out of memory,
-        or in which the user's loss fails, ends the batch, too; weights and state are then those of the update before.
+        An update whose gradient is not finite is skipped, and ends the batch. So does a later update that
+        runs out of memory, or in which the user's loss fails; it leaves weights and state as they were before it.
         UsageError: memory ran out in the middle of an update with gradient release.
         """
         updates = self._computed.passes
@@ -209,7 +209,7 @@ class Learner:
         except torch.OutOfMemoryError as error:
             try:
                 self._budget.shrink(error)
-            except UsageError as refusal:  # raised later, for the same reason
+            except UsageError as refusal:  # raised later, since no weight is half-written
                 self._refusal = refusal
         if fits := all(self._ranks.all_gather_object(fits)):
             self._exchange()

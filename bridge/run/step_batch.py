@@ -26,7 +26,7 @@ from bridge.types import Group
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one step: those of this rank's share, unless noted otherwise."""
+    """The samples of one step: this rank's share, unless noted otherwise."""
 
     mini_batches: Sequence[list[Sample]] = ()
     """Samples to train on, per update."""
@@ -110,9 +110,10 @@ class Computed:
     def figures(
         self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str], prepared: PreparedModel
     ) -> dict[str, Any]:
-        """Wait for the device, and return the step's metrics over all ranks; `loss_metrics` names those of the loss.
+        """Wait for the device, and return the step's metrics over all ranks.
 
-        The metrics of the policy and of the mismatch are from before the first update.
+        `loss_metrics` are the names of the loss's metrics. The metrics of the policy and of the mismatch
+        are from before the first update.
         """
         model = prepared.model
         rerouted_2 = torch.zeros(2, dtype=torch.float64, device=model.device)

@@ -247,7 +247,7 @@ class Run:
         with ranks.raise_on_all():
             self._load()
         if ranks.is_rank_zero:
-            directory.write_config(self._chosen.document(self._settled()))  # a refused run leaves no trace
+            directory.write_config(self._chosen.document(self._settled()))  # last: a refused run leaves no files
             directory.append_start(provenance.of_this_process())
         steps = f"steps {self._begun_at + 1} to {self._config.training_steps}"
         directory.record(f"training {self._config.model_name} by --mode {self._config.mode}: {steps}")
@@ -366,7 +366,7 @@ class Run:
             self._checkpoints.pin(newest)
             checkpoint.check_on_all_hosts(newest, self._ranks)
         if self._pauses.kv_sleeps:
-            self._learner.forget()  # the new server needs its memory for the KV cache
+            self._learner.forget()  # frees memory that the new server needs for its KV cache
         if self._opened.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start if too little memory is free
         self._policy.mode.revive(newest)

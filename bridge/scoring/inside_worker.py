@@ -223,7 +223,7 @@ def _serve(connection: socket.socket) -> None:
 
     def reply(number: int, answer: Answer) -> None:
         if os.getpid() != own:
-            os._exit(0)  # a child forked by foreign code, which returned here too
+            os._exit(0)  # foreign code forked, and its child returned from the call as well
         connection.sendall(written(number, answer))
 
     number = 0

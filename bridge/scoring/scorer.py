@@ -140,7 +140,7 @@ class Trajectory:
         def call() -> Any:
             result = getattr(self.host, method)(*given)
             if os.getpid() != own:
-                os._exit(0)  # a child forked by foreign code, which would become a second trainer
+                os._exit(0)  # foreign code forked: its child must not continue as a second trainer
             return result
 
         return await self.call_here(call)

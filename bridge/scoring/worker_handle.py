@@ -39,7 +39,7 @@ START_LIMIT_S = 600.0
 """Time that a worker gets to build its host; generous, because the recipe has already run once in this process."""
 SPOILED = "wrote to the connection of its process"
 MAX_STACK_BYTES = 2**16
-"""Maximum number of bytes read from the file that `faulthandler` writes, because a score may write to it, too."""
+"""Maximum number of bytes read from the file of `faulthandler`, which a score may have written to as well."""
 HARM = (EOFError, ConnectionError, BadAnswerError)
 """Errors after which a process can no longer answer."""
 
@@ -94,7 +94,7 @@ class WorkerProcess:
         `name` is the name of the called method for messages, and `timeout_s` its time limit, if it is not the score
         method. `is_first` means that the request does not depend on the state that earlier requests left.
         """
-        if self._is_gone() or (self._origin is not None and self._has_written()):  # unrequested output: it exited
+        if self._is_gone() or (self._origin is not None and self._has_written()):  # exited, or wrote unasked
             self.kill()
             self._start()
             if not is_first:
@@ -220,7 +220,7 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(3 * GRACE_S):
                 return await self._line()
-        except TimeoutError as error:  # a score may have stopped or killed the supervisor, too
+        except TimeoutError as error:  # a score may have stopped or killed the supervisor
             self._process.kill()
             raise EOFError from error
 
@@ -261,7 +261,7 @@ class WorkerProcess:
             status = await asyncio.to_thread(self._process.wait, 2 * GRACE_S)
         except subprocess.TimeoutExpired:
             status = -1
-        if status < 0:  # a score may have killed the supervisor, too
+        if status < 0:  # a score may have killed the supervisor
             return "closed the connection of its process"
         if status <= inside_worker.BY_SIGNAL:
             return f"exited with status {status}"

@@ -309,7 +309,7 @@ def max_model_len(url: str) -> int | None:
         with VllmClient(url) as server:
             lengths = [model.max_model_len for model in server.models() if model.max_model_len]
     except (ServerUnreachableError, UsageError):
-        return None  # the first rollout fails the same way and reports the error
+        return None  # the first rollout reports the error
     return min(lengths, default=None)
 
 

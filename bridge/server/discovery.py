@@ -36,7 +36,7 @@ def running() -> dict[Path, Manifest]:
     """Return the manifest of each running server of this user, by its path."""
     servers = {}
     for process in psutil.process_iter():
-        # it has exited, has no manifest, or names an invalid path
+        # the process has exited, has no manifest, or names an invalid path
         with suppress(psutil.Error, OSError, ManifestError, ValueError):
             if process.uids().effective == os.geteuid() and (path := _manifest_path(process)):
                 manifest = manifests.read(path)
@@ -81,7 +81,7 @@ def publish_variables(environment: Mapping[str, str]) -> None:
 def _variables(process: psutil.Process) -> dict[str, str]:
     """Return the variables that a process published, otherwise its environment."""
     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed in the meantime
+        with suppress(FileNotFoundError):  # the descriptor was closed in the meantime
             is_named = str(descriptor.readlink()).startswith(f"/memfd:{MEMORY_FILE}")
             if is_named and (published := _published(descriptor)) is not None:
                 return published

@@ -271,7 +271,7 @@ def pause_when_free(client: BridgeClient, pause: Callable[[BridgeClient], Status
         return when_free(partial(pause, client))
     except AttachError:  # refused
         raise
-    except Exception:  # the server may have paused anyway, and nothing is written yet
+    except Exception:  # a lost answer: the server may have paused, and nothing is written yet
         with suppress(BridgeError):
             client.resume()
         raise

@@ -66,7 +66,7 @@ class _Limits:
 
     def check_encoding(self, response: httpx.Response) -> None:
         encoding = response.headers.get("content-encoding", IDENTITY)
-        if encoding != IDENTITY:  # a small one may decompress to any size
+        if encoding != IDENTITY:  # a small compressed response may decompress to any size
             raise httpx.RemoteProtocolError(
                 f"the response is compressed ({encoding[:20]}), but compression was not requested"
             )

@@ -144,7 +144,7 @@ class StockReceiver(VllmClient):
             if response.status_code != httpx.codes.NOT_FOUND:
                 self._refuse_failure("/update_weight_version", response)
                 self._served = name
-        finally:  # the server has all weights, whatever it answers
+        finally:  # the server has all weights, whatever its answer
             self.resume()
 
     def check_served(self) -> None:

@@ -171,7 +171,7 @@ def synchronize(device: torch.device) -> None:
 def _allocated_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    torch.cuda.init()  # so that the driver's context is not counted
+    torch.cuda.init()  # before measuring, so that the CUDA context is not counted
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device)
 

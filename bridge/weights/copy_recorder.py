@@ -95,11 +95,11 @@ class CopyRecorder(ViewsOnly):
             return args[0]
         if any(storage_of(tensor) in self._targets for tensor in changed):
             if is_copy:
-                args[1].expand(args[0].shape)  # raises if the real copy would
+                args[1].expand(args[0].shape)  # raises the error that the copy would raise
             return changed[0]
         converts = func is _aten._to_copy.default and is_exact(args[0].dtype, (kwargs or {}).get("dtype"))
         if converts and storage_of(args[0]) in self._sources:
-            return _aten.alias.default(args[0])  # the copy that follows shows the target's dtype
+            return _aten.alias.default(args[0])  # the next copy has the target's dtype
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _forget(self, tensor: Tensor) -> None:

@@ -49,7 +49,7 @@ class Projection(nn.Module, BaseTunerLayer):  # type: ignore[misc]
     adapter_layer_names = ("lora_A", "lora_B")
 
     def __init__(self, name: str, like: Tensor, shape: tuple[int, int], rank: int) -> None:
-        """Create adapter `name` with the dtype and device of `like`; `shape` is that of one expert's weight."""
+        """Create adapter `name` with the dtype and device of `like`; `shape` is the shape of one expert's weight."""
         super().__init__()
         (outputs, inputs), num_experts = shape, len(like)
         a_ERI = like.new_empty(num_experts, rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5)

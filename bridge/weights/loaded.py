@@ -105,7 +105,7 @@ def _device(name: str) -> torch.device:
             hint="--trainer-device cpu, or another number" if num_gpus else "--trainer-device cpu",
         )
     if device.index:
-        torch.cuda.set_device(device)  # otherwise the fence would wait for the server's GPU
+        torch.cuda.set_device(device)  # the device that the fence synchronizes
     return device
 
 

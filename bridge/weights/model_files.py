@@ -248,7 +248,7 @@ def _with_earlier_keys(held: Document, aliases: Mapping[str, str]) -> Document:
     if not isinstance(parameters, dict) or _EARLIER_ROPE & {"rope_theta", "rope_scaling"} & held.keys():
         return held
     earlier: Document = {}
-    if isinstance(everywhere := parameters.get("full_attention"), dict):  # one entry per layer type
+    if isinstance(everywhere := parameters.get("full_attention"), dict):  # one entry for each type of layer
         windowed = parameters.get("sliding_attention")
         parameters = everywhere
         if isinstance(windowed, dict) and windowed.get("rope_theta") != parameters.get("rope_theta"):

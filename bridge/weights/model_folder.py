@@ -214,7 +214,8 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
         left_out |= {name for name in held.keys() - saved.keys() - aliases.keys() if re.search(ignored, name)}
     wanted = {name: text for name, text in held.items() if name not in left_out}
     expected = {name: describe(tensor) for name, tensor in saved.items()}
-    narrow = {name: describe(tensor.to(model.dtype)) for name, tensor in saved.items()}  # vLLM may keep it in float32
+    # vLLM keeps some parameters in float32; the model's dtype is accepted for them, too.
+    narrow = {name: describe(tensor.to(model.dtype)) for name, tensor in saved.items()}
     described = {aliases.get(name, name): text for name, text in wanted.items()}
     described = {name: expected[name] if text == narrow.get(name) else text for name, text in described.items()}
     refuse_misfits(str(folder), described, expected)

@@ -118,7 +118,7 @@ class Shared:
         raise AssertionError(f"this rank does not hold {self}")
 
     def num_elements(self, cut: Cut) -> int:
-        """Return the number of elements; `cut` may be that of any rank."""
+        """Return the number of elements; `cut` may be any rank's."""
         return math.prod(self.length if axis == self.axis else size for axis, size in enumerate(cut.shape))
 
 

@@ -95,7 +95,7 @@ def _refuse_unknown_family(model: str) -> None:
     try:
         document, _ = PretrainedConfig.get_config_dict(model)
     except (OSError, *MISBUILT):
-        return  # there is no configuration
+        return  # the model has no configuration
     family = document.get("model_type")
     if not isinstance(family, str) or family in CONFIG_MAPPING:
         return

@@ -123,7 +123,7 @@ def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[st
 
 
 def check_adapter(folder: Path, shard: Shard) -> None:
-    """Check that each matrix in `folder` fits into a LoRA slot of `shard`, which may be that of any server rank."""
+    """Check that each matrix in `folder` fits into a LoRA slot of `shard`, the shard of any server rank."""
     path = folder / ADAPTER_CONFIG
     try:
         config = json_lines.parsed(path.read_text())

@@ -36,6 +36,6 @@ def _without(arguments: Sequence[str], fields: Container[str | None], *, resume:
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
         if TrainConfig.field_of(key) in fields:
             if not equals:
-                next(rest, None)  # its value
+                next(rest, None)  # skip the flag's value
         elif not (resume and key in {"resume", "no_resume"}):
             yield argument

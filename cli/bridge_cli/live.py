@@ -267,11 +267,11 @@ class Painter(Live):
         try:
             super().start(refresh)
         except (OSError, SystemExit):
-            self.has_ended.set()  # the terminal is gone: the next print gets the error
+            self.has_ended.set()  # the terminal is gone: the next print raises the error
 
     def refresh(self) -> None:
         """Print the queued lines and draw the view; rich's thread calls this. An error ends the view, not the run."""
-        if not self.is_started:  # stop() refreshes once more
+        if not self.is_started:  # stop() calls refresh() once more
             return
         is_last = True
         try:

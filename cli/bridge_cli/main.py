@@ -132,7 +132,7 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid raising the limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 

@@ -115,7 +115,7 @@ def _placed(ray: Any, num_hosts: int, num_gpus: int, argv: list[str]) -> list[in
             ray.wait(running, num_returns=len(running), timeout=END_LIMIT_S)
             raise
     finally:
-        ray.util.remove_placement_group(group)  # ends the actors, each of which ends its command
+        ray.util.remove_placement_group(group)  # kills the actors; each actor kills its command
 
 
 def _code(ray: Any, running: Any) -> int:

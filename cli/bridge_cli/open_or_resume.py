@@ -48,7 +48,7 @@ def open_run(
         run_dir, folder, checkpoint = _resumed(run_dir, folder, prefix, wanted)
     if checkpoint is not None:
         checkpoint.check_left(config.training_steps)
-        resuming.check(checkpoint, config, environment)  # what changed is reported once the run is open
+        resuming.check(checkpoint, config, environment)  # the reporter logs changed choices once the run is open
     made = folder_claim.make(folder, what="checkpoint folder", flag="--save-path") if folder else ()
     try:
         steps = range(checkpoint.progress.step if checkpoint else 0, config.training_steps)

@@ -165,7 +165,7 @@ def launch(layout: RankLayout) -> int:
             raise agent.loss()
         return int(json.loads((scratch / "0.json").read_text())["code"])
     except SignalException as error:
-        handler = None  # as torch does: other hosts may continue without this one
+        handler = None  # do not shut down the rendezvous: other hosts may continue without this one, as in torchrun
         _note_interrupt(scratch)
         return 128 + error.sigval
     except RendezvousError as error:

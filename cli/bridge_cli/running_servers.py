@@ -90,7 +90,7 @@ def find(server: ServerConfig, *, attaches: bool) -> list[RunningServer]:
     if not attaches:
         return []
     if not names:
-        with contextlib.suppress(ManifestError):  # the mode raises this error later, after faults of the command itself
+        with contextlib.suppress(ManifestError):  # the mode raises it later, after errors in the command line
             path = manifests.find(server.config_path)
             return [RunningServer(path, manifests.load(path))]
         return []

@@ -65,7 +65,7 @@ def interaction(kind: type, name: str) -> Interaction:
 
 def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
     """Return the JSON schemas of the tools of `environment`, its public methods."""
-    from transformers.utils import get_json_schema  # it imports torch
+    from transformers.utils import get_json_schema  # imports torch, which takes seconds
 
     tools = tool_names(type(environment))
     if not tools:

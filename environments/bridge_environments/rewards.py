@@ -480,8 +480,8 @@ def _formula(text: str) -> list[Any]:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise it warns that there is no time limit
-    # Its own time limit uses an alarm signal, which only the main thread may set.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides the warning about the missing time limit
+    # math-verify's own time limit uses an alarm signal, which only the main thread may set.
     return parse(text, parsing_timeout=None)  # type: ignore[no-any-return]
 
 

@@ -100,7 +100,7 @@ def _resolved(config: Mapping[str, Any]) -> Any:
         ident = loaders.default_harness_id(resolved.taskset.id)
         ident = NO_CODE if ident == "bash" else ident
         harness = agent.harness or loaders.harness_config_type(ident).model_validate({"id": ident})
-        change: dict[str, Any] = {"harness": harness, "retries": RetryConfig()}  # retries would be trained on
+        change: dict[str, Any] = {"harness": harness, "retries": RetryConfig()}  # retried turns would be trained on
         if "runtime" not in agent.model_fields_set and not loaders.harness_class(harness.id).EXECUTES_CODE:
             change["runtime"] = SubprocessConfig()
         changes[name] = agent.model_copy(update=change)

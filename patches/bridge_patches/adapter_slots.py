@@ -213,7 +213,7 @@ class Adapters:
         HTTPException if an adapter was removed and the next one is not loaded yet.
         """
         name = self.newest()
-        if name is None and self._fence.lease is None:  # the trainer that would have loaded one has exited
+        if name is None and self._fence.lease is None:  # the trainer exited before it loaded the next adapter
             self._is_expected = False
         if name is None and self._is_expected:
             raise HTTPException(

@@ -278,7 +278,7 @@ def one_prompt_at_a_time(
     requested = runner.num_prompt_logprobs
     logprobs: dict[str, Any] = {}
     try:
-        for request in [request for request in requested if request in num_scheduled_tokens]:  # others are preempted
+        for request in [request for request in requested if request in num_scheduled_tokens]:  # skip preempted requests
             runner.num_prompt_logprobs = {request: requested[request]}
             row = runner.input_batch.req_id_to_index[request]
             token = FIRST_TOKEN.set(int(runner.query_start_loc.np[row]))

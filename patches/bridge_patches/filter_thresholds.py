@@ -127,7 +127,7 @@ def _temperatures(_: Any, metadata: Any) -> Tensor | None:
         return None
     is_min_p = any(getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant)
     is_filtered = metadata.top_k is not None or metadata.top_p is not None or is_min_p
-    return metadata.temperature if is_filtered else None  # also None if all are greedy
+    return metadata.temperature if is_filtered else None  # vLLM's temperature is None, too, if all requests are greedy
 
 
 def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:

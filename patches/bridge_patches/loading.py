@@ -89,7 +89,7 @@ def patch() -> None:
         original: Callable[..., nn.Module], loader: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any
     ) -> nn.Module:
         load: Callable[[], nn.Module] = partial(original, loader, vllm_config, model_config, *args, **kwargs)
-        if model_config is not vllm_config.model_config:  # a draft
+        if model_config is not vllm_config.model_config:  # a draft model
             return load()
         model = watched(load, loader, model_config)
         routed_experts.watch(model, vllm_config)

@@ -5,8 +5,8 @@ Cause: vLLM quantizes each layer right after loading it, and drops the original 
 What is done: the layers load as without quantization. vLLM then quantizes each layer with its own code, and the
 original weight is kept and exported. At each publication, one kernel (`bridge/weights/fp8.py`) quantizes it again into
 the tensors that vLLM's kernels and CUDA graphs hold.
-Why this is safe: vLLM's layers are those of the stock server. A model is refused if a single byte of FP8 differs
-between vLLM's code and the kernel, as with kernels that need a different layout or different scales.
+Why this is safe: the layers are vLLM's own, as in an unpatched server. A model is refused if a single byte of FP8
+differs between vLLM's code and the kernel, as with kernels that need a different layout or different scales.
 On a CPU, vLLM's block kernels repack FP8 and need AMX; instead, the layers multiply by the dequantized weights
 (`PlainKernel`).
 Seen in vLLM 0.26 to 0.33, `vllm/model_executor/layers/quantization/online`.

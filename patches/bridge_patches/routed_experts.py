@@ -211,7 +211,7 @@ class ExpertsInCache:
                 continue
             known = self._requests[request_id].known
             start = starts[request_id]
-            if not known:  # a cached prefix, which another request may have computed in this same step
+            if not known:  # take the experts of a cached prefix, which another request may have computed in this step
                 known += self._store[self._slots(request_id, 0, start)].tobytes()
             num_before = len(known) // rows[0].nbytes - start  # recomputed tokens
             assert num_before >= 0, (request_id, start, len(known))

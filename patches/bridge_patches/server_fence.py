@@ -257,7 +257,7 @@ class ServerFence:
                 hint="retry when no other request is running, or restart the server",
             )
         if request.sleep:
-            self._is_asleep = True  # even if a rank fails
+            self._is_asleep = True  # set first: if one rank fails, others may be asleep
             await self._engine.collective_rpc("bridge_sleep")
 
     async def _resume(self, holder: Holder | None = None) -> None:
@@ -294,7 +294,7 @@ class ServerFence:
         if self.holder != holder:
             owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
             raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", hint="pause first")
-        if not holder.none_alive():  # one of its processes may have died while writing
+        if not holder.none_alive():  # one of the holder's processes may have died while writing
             self.status().refuse_torn()
 
     def _refuse_other_client(self, request: PauseRequest) -> None:

@@ -158,7 +158,7 @@ class BridgeWorker:
             gpu_uuid=cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None,
             model_class=type(model).__name__,
             ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in parameters.items()},
-            param_mappings={  # a parameter that no longer exists keeps its name without LoRA, and is refused
+            param_mappings={  # a parameter that no longer exists keeps its original name, and is refused later
                 name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
                 for name, view in record.views.items()
             },

@@ -108,7 +108,7 @@ class Artist:
             yield metric.title + unit, {label: metric.scale * values for label, values in curves.items()}
         elif metric.items is None:
             yield metric.title + unit, self._of_runs(metric, metric.name)
-        elif metric.chart not in ("stacked", "ramp"):  # not the parts that a stacked chart of another metric shows
+        elif metric.chart not in ("stacked", "ramp"):  # stacked and ramp charts show parts of other metrics
             for name, label in columns.items():
                 yield f"{metric.title}: {label}{unit}", self._of_runs(metric, name)
 
@@ -154,7 +154,8 @@ class Artist:
         for name, line, row in zip(names, lines, rows, strict=True) if not is_stacked else ():
             plot.line("step", name, source=source, color=line.color, alpha=0.4 if line.is_faint else 1, line_width=2)
             padded = np.isfinite([np.nan, *row, np.nan])
-            alone = padded[1:-1] & ~padded[:-2] & ~padded[2:]  # a value between two gaps is not part of any line
+            # A line does not show a single value between two gaps, so it is drawn as a dot.
+            alone = padded[1:-1] & ~padded[:-2] & ~padded[2:]
             plot.scatter(steps[alone], row[alone], color=line.color, size=5)
         values = [(line.name, f"@{name}{{%.4g}}") for line, name in zip(lines, names, strict=True)]
         hover = HoverTool(
