@@ -28,6 +28,7 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.trl_settings import check_version, filters_of, refuse_other_adapter, refuse_settings, tokenizer_of
 from bridge.types import Group, Problem
+from bridge.weights.model_folder import stored_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -189,10 +190,11 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _missing(self) -> list[str]:
-        """Return the parameters that no file has had so far, by the first name of tied parameters."""
+        """Return the weights that no file has contained so far, by the first name of tied ones."""
+        model = self._policy.model
         names: dict[int, list[str]] = {}
-        for name, parameter in self._policy.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *stored_buffers(model).items()):
+            names.setdefault(id(tensor), []).append(name)
         return [tied[0] for tied in names.values() if not self._pending.keys() & tied]
 
     def _refuse_partial(self) -> None:

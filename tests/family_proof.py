@@ -20,6 +20,7 @@ from bridge.server.manifest import Shard
 from bridge.types import Group
 from bridge.weights import skeleton
 from bridge.weights.attach import attach
+from bridge.weights.model_folder import state
 from tests import scenarios
 from tests.family_results import Result
 from tests.models import tiny
@@ -56,8 +57,8 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
     after, moved = _mean(trained, after_steps), _mean(plain, after_steps)
     assert {path.name for path in model.iterdir()} <= {path.name for path in saved.iterdir()}
     was, now = plain.model.state_dict(), trained.model.state_dict()
-    for name, parameter in skeleton.build(str(model), torch.bfloat16).named_parameters():
-        if not parameter.requires_grad:  # another part of the model, or a buffer in plain transformers
+    for name, tensor in state(skeleton.build(str(model), torch.bfloat16)).items():
+        if not tensor.requires_grad:  # another part of the model, or a buffer
             assert torch.equal(now[name], was[name]), name
     assert max(before, after) < scenarios.FAMILY_PARITY_LIMIT, (before, after, moved)
     assert moved > MOVED_AT_LEAST * after, (before, after, moved)

@@ -35,6 +35,7 @@ from bridge.server.protocol import Element, Status
 from bridge.types import Group
 from bridge.weights import cuda_ipc, fp8
 from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.model_folder import state
 from bridge.weights.rank_parts import digest
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
@@ -158,7 +159,7 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
 
 def storages(attached: AttachedModel) -> Check:
     outside = attached.unshared_parameters()
-    total = sum(1 for _ in attached.model.parameters())
+    total = len(state(attached.model))
     found = f"{total} of {total} parameters lie in the server's memory"
     if outside:
         found = f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"

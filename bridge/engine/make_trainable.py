@@ -24,6 +24,7 @@ from bridge.passes.parallel_proof import check_layers
 from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.attach import OpenedModel
+from bridge.weights.model_folder import state
 from bridge.weights.rank_parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
     """Make the model compute with this rank's part of the weights, and check the result; None: it has all weights."""
     if not opened.cuts:
         return None
-    differing = [*Parts(cuts=opened.cuts, tp_group=ranks.tp_group).differing(dict(opened.model.named_parameters()))]
+    differing = [*Parts(cuts=opened.cuts, tp_group=ranks.tp_group).differing(state(opened.model))]
     if differing:
         more = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
         raise AttachError(
@@ -173,8 +174,11 @@ def _log_rates(choices: OptimizerConfig, lr: float, trained: str) -> None:
 def _replicated(model: PreTrainedModel, parallel: Parallel) -> Replicated:
     """Return each parameter that several ranks hold, with the indices of elements that another rank counts."""
     counted_elsewhere: dict[Tensor, list[range]] = {}
+    parameters = dict(model.named_parameters())
     for shared in parallel.shared:
-        parameter = model.get_parameter(shared.name)
+        if shared.name not in parameters:  # a buffer
+            continue
+        parameter = parameters[shared.name]
         others = counted_elsewhere.setdefault(parameter, [])
         if parallel.part in shared.parts[1:]:
             own = shared.of(parameter.detach(), parallel.cuts[parallel.part][shared.name])

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bridge.weights.model_folder import state
+
 AHEAD = 2
 """How many tensors are on the device while they are copied in either direction: as many as one layer keeps."""
 LEAST_SHARE = 0.5
@@ -22,7 +24,7 @@ are shared by all layers."""
 
 def on_host(model: nn.Module, num_elements: int) -> AbstractContextManager[Any]:
     """Keep in host memory what layers save for the backward pass. Their inputs have `num_elements`."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in state(model).values()}
     kept = _Kept(weights, num_elements, next(model.parameters()).dtype)
     return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
 

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import cut_layers, layers
 from bridge.passes.cut_layers import Outputs, VocabularyPart
+from bridge.weights.model_folder import state
 from bridge.weights.rank_parts import Cut, Shared, shared_elements
 
 Cuts = Mapping[str, Cut]
@@ -134,11 +135,11 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
 
 
 def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
-    empty = {
-        id(parameter): nn.Parameter(torch.empty(cuts[name].shape, device="meta"))
-        for name, parameter in model.named_parameters()
-    }
-    return copy.deepcopy(model, empty).float()  # buffers are copied, and converted to float32
+    empty = dict[int, Tensor]()
+    for name, held in state(model).items():
+        whole = torch.empty(cuts[name].shape, device="meta")
+        empty[id(held)] = nn.Parameter(whole) if isinstance(held, nn.Parameter) else whole
+    return copy.deepcopy(model, empty).float()
 
 
 def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:

@@ -32,6 +32,7 @@ from bridge.passes.parallel import ONE_PART, Parallel
 from bridge.passes.prepared_model import PreparedModel
 from bridge.passes.slices import Slices
 from bridge.types import Result
+from bridge.weights.model_folder import state
 
 TOLERANCE = 1e-4
 """Largest relative difference; float32 rounding reached 2e-6, and deliberate faults 0.4 or more."""
@@ -128,8 +129,9 @@ def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Paral
     whole_layer = parallel.whole.get_submodule(name).eval()
     _fill(whole_layer, call.args[0])
     layer = copy.deepcopy(model.get_submodule(name)).eval().requires_grad_()
-    for leaf, parameter in layer.named_parameters():
-        parameter.data = own[f"{name}.{leaf}"].of(whole_layer.get_parameter(leaf).detach()).clone()
+    filled = state(whole_layer)
+    for leaf, tensor in state(layer).items():
+        tensor.data = own[f"{name}.{leaf}"].of(filled[leaf].detach()).clone()
     cut = _tried(name, lambda: _run(layer.float(), name, call, lambda _, gradient: gradient))
     parallel.combine(cut.gradients)
     whole = _run(whole_layer, name, call, lambda leaf, gradient: own[leaf].of(gradient).clone())
@@ -174,12 +176,14 @@ def _widened(given: Any) -> Any:
 def _fill(whole: nn.Module, like: Tensor) -> None:
     """Give a layer on the meta device random weights that keep its output about as large as its input."""
     chance = torch.Generator(device=like.device).manual_seed(0)
-    for name, empty in [*whole.named_parameters()]:
+    for name, empty in state(whole).items():
         owner, _, leaf = name.rpartition(".")
         weight = torch.empty(empty.shape, device=like.device)
         is_factor = weight.ndim < 2 and "bias" not in leaf
         std = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1
-        setattr(whole.get_submodule(owner), leaf, nn.Parameter(weight.normal_(float(is_factor), std, generator=chance)))
+        weight.normal_(float(is_factor), std, generator=chance)
+        is_parameter = isinstance(empty, nn.Parameter)
+        setattr(whole.get_submodule(owner), leaf, nn.Parameter(weight) if is_parameter else weight)
     whole.to(like.device)
 
 

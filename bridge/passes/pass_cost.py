@@ -19,6 +19,7 @@ from bridge.passes import layers
 from bridge.passes.logprobs import BLOCK_ELEMENTS
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.prepared_model import PreparedModel
+from bridge.weights.model_folder import state
 
 PROBES = (1_024, 2_048)
 """Tokens of the two measured passes."""
@@ -107,7 +108,7 @@ def _cost_on_cpu(prepared: PreparedModel, temperature: float) -> Cost:
 def _kept_bytes(prepared: PreparedModel, num_tokens: int, temperature: float) -> int:
     """Return the bytes that a forward pass keeps for the backward pass, without weights; each storage counts once."""
     model = prepared.model
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in state(model).values()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:

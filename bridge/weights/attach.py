@@ -1,4 +1,4 @@
-"""Attach: point every parameter of a meta-device model at the server's own memory.
+"""Attach: point every parameter and stored buffer of a meta-device model at the server's own memory.
 
 No handle is opened until the layout and the model agree completely.
 
@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 from transformers import PreTrainedModel
 
 from bridge.errors import AttachError, ManifestError
@@ -21,6 +22,7 @@ from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shar
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
 from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import Shape
+from bridge.weights.model_folder import state
 from bridge.weights.rank_parts import Cut
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class AttachedModel:
     """A transformers model whose parameters are the server's."""
 
     model: PreTrainedModel  # in evaluation mode; its language model's parameters require gradients
-    parameters: Mapping[str, nn.Parameter]  # by their names at attach time: adding an adapter renames them
+    parameters: Mapping[str, Tensor]  # and stored buffers, by name at attach time: adding an adapter renames them
     shard: Shard  # from the server's manifest
     cuts: Sequence[Mapping[str, Cut]]  # each server rank's share of every parameter
     device: torch.device
@@ -65,25 +67,26 @@ class AttachedModel:
     attach_s: float  # seconds to open the handles and create the views, without building the model
     allocated_bytes: int  # growth of the GPU allocator while attaching; always 0 on the CPU
 
-    def named(self) -> dict[str, nn.Parameter]:
-        """Return the model's parameters by their names at attach time, without those of an adapter."""
-        parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in self.model.named_parameters()}
-        return {name: parameter for name, parameter in parameters.items() if name in self.parameters}
+    def named(self) -> dict[str, Tensor]:
+        """Return the model's parameters and stored buffers by their names at attach time, without an adapter's."""
+        tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in state(self.model).items()}
+        return {name: tensor for name, tensor in tensors.items() if name in self.parameters}
 
     def unshared_parameters(self) -> list[str]:
-        """Return the parameters outside the server's storages; normally none."""
+        """Return the parameters and stored buffers outside the server's storages; normally none."""
         storages = [tensor.untyped_storage() for tensor in self.server_tensors.values()]
         spans = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
         unshared = []
-        for name, parameter in self.model.named_parameters():
+        for name, tensor in state(self.model).items():
             is_in_slot = name.partition(".lora_")[0] in self.shard.lora_slots  # an adapter's parameters lie in slots
-            if not is_in_slot and not any(start <= parameter.data_ptr() < end for start, end in spans):
+            if not is_in_slot and not any(start <= tensor.data_ptr() < end for start, end in spans):
                 unshared.append(name)
         return unshared
 
     def weight_bytes(self) -> int:
         """Measure the bytes of weights that this process holds in addition to the server's; 0 with one copy."""
-        unshared = sum(int(self.model.get_parameter(name).nbytes) for name in self.unshared_parameters())
+        tensors = state(self.model)
+        unshared = sum(tensors[name].nbytes for name in self.unshared_parameters())
         return max(unshared, self.allocated_bytes)
 
     def opened(self) -> OpenedModel:
@@ -99,7 +102,7 @@ class AttachedModel:
 
 
 def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> AttachedModel:
-    """Build the manifest's model, and attach all of its parameters to the memory that the server's `rank` exports.
+    """Build the manifest's model, and attach all of its weights to the memory that the server's `rank` exports.
 
     The trainer has `num_parts` processes, one per server rank. If there is more than one, each parameter is only the
     part that this rank holds: see `AttachedModel.cuts`.
@@ -119,7 +122,7 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
     _move_buffers(model, device)
     return AttachedModel(
         model=model.eval(),
-        parameters=dict(model.named_parameters()),
+        parameters=state(model),
         shard=shard,
         cuts=_cuts(manifest),
         device=device,
@@ -130,7 +133,7 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
 
 
 def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
-    """Point the parameters of an attached model at a restarted server; they remain the same Python objects."""
+    """Point the weights of an attached model at a restarted server; they remain the same Python objects."""
     start = time.perf_counter()
     _refuse_other_servers(manifest, len(attached.cuts))
     shard = manifest.shards[attached.shard.rank]
@@ -146,7 +149,8 @@ def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     tensors = open_handles(shard.ipc_handles, attached.device)
     rope.follow_server(attached.model, manifest.max_model_len, server_class=shard.model_class)
     for name, view in _views(shard, tensors).items():
-        attached.parameters[name].data = view
+        held = attached.parameters[name]
+        held.data = view if isinstance(held, nn.Parameter) else _in_own_storage(view)
     attach_s = time.perf_counter() - start
     return replace(attached, shard=shard, server_tensors=tensors, attach_s=attach_s, allocated_bytes=0)
 
@@ -257,13 +261,14 @@ def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: float) -> PreTrainedModel | None:
-    """Return a stand-in for an attached model with random weights; parameters of the same shape share memory.
+    """Return a stand-in for an attached model with random weights; those of the same shape share memory.
 
     Memory for it and its gradients is allocated immediately. Return None if it does not fit next to a vLLM server that
     uses this `share` of the GPU.
     """
     model = skeleton.build(name, dtype)
-    kinds = {(parameter.shape, parameter.dtype) for parameter in model.parameters()}
+    tensors = state(model)
+    kinds = {(tensor.shape, tensor.dtype) for tensor in tensors.values()}
     needed = SPARE_BYTES + sum(shape.numel() * dtype.itemsize for shape, dtype in kinds)
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
@@ -275,20 +280,29 @@ def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: floa
         (shape, dtype): torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02, generator=generator)
         for shape, dtype in kinds
     }
-    _assign(model, {name: memory[parameter.shape, parameter.dtype] for name, parameter in model.named_parameters()})
+    _assign(model, {name: memory[tensor.shape, tensor.dtype] for name, tensor in tensors.items()})
     _move_buffers(model, device)
     torch.empty(needed, dtype=torch.uint8, device=device)  # the allocator keeps this memory for the gradients
     return model.eval()
 
 
-def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
-    """Replace every parameter of `model` with its view, in the server's dtype; tied parameters stay tied."""
-    new = {id(old): nn.Parameter(views[name], old.requires_grad) for name, old in model.named_parameters()}
+def _assign(model: PreTrainedModel, views: Mapping[str, Tensor]) -> None:
+    """Replace every parameter and stored buffer of `model` with its view, in the server's dtype; tied ones stay so."""
+    new = dict[int, Tensor]()
+    for name, old in state(model).items():
+        is_parameter = isinstance(old, nn.Parameter)
+        new[id(old)] = nn.Parameter(views[name], old.requires_grad) if is_parameter else _in_own_storage(views[name])
     for module in model.modules():
-        for leaf, old in list(module.named_parameters(recurse=False)):
-            setattr(module, leaf, new[id(old)])
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for leaf, old in held:
+            setattr(module, leaf, new.get(id(old), old))
+    left = [name for name, tensor in state(model).items() if tensor.is_meta]
     assert not left, left
+
+
+def _in_own_storage(view: Tensor) -> Tensor:
+    """Return the same memory as a tensor whose storage is not larger: a deep copy of a buffer copies its storage."""
+    return from_dlpack(view)
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from bridge.core.paths import ADAPTER_CONFIG
 from bridge.errors import UnsupportedModelError, UsageError, beside_adapter, first_line, own_head
 from bridge.weights import rope, skeleton
 from bridge.weights.attach import OpenedModel, leave_core_to_server
-from bridge.weights.model_folder import first_names, no_progress_bar
+from bridge.weights.model_folder import first_names, no_progress_bar, state
 
 GIB = 2**30
 REPLACE_MODEL = "download or copy the model again"
@@ -41,7 +41,7 @@ def load(
     rope.follow_server(empty, max_model_len, server_class=server_class)  # raises before anything is loaded
     dtype = _checked_dtype(model, dtype)
     target = _device(device)
-    needed = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
+    needed = sum(tensor.numel() for tensor in state(empty).values()) * dtype.itemsize
     free = free_bytes(target)
     if free < needed:
         raise _no_room(model, target, needed, free, hint)

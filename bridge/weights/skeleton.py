@@ -1,8 +1,8 @@
-"""The trainer's model without its weights (parameters on the meta device, real buffers), and its tokenizer.
+"""The trainer's model without its weights (on the meta device; computed buffers are real), and its tokenizer.
 
 Server and trainer build it with the same function, so that both use the same parameter names. The model's own code
 computes its buffers, which keeps every kind of RoPE scaling as its author wrote it. A buffer that is stored in the
-model's files, such as a router's bias, comes from the server like a parameter, and becomes one without a gradient.
+model's files, such as a router's bias, comes from the server like a parameter, and stays a buffer: it is not trained.
 
 Code that ships with a model is never run: both sides build transformers' own classes, even if vLLM runs with
 `--trust-remote-code`. A model family that exists only in such code is refused.
@@ -31,7 +31,7 @@ from transformers import (
 from bridge.core import paths
 from bridge.errors import UnsupportedModelError, UsageError, first_line
 from bridge.weights.layout import OTHER_MODES, Shape
-from bridge.weights.model_folder import stored_buffers
+from bridge.weights.model_folder import state, stored_buffers
 
 MISBUILT = (
     ValueError, ImportError, TypeError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
@@ -54,7 +54,10 @@ def configuration(model: str) -> PretrainedConfig:
 
 
 def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return `model` with every parameter on the meta device; those of its language model require gradients."""
+    """Return `model` with everything that its files store on the meta device.
+
+    The parameters of its language model require gradients.
+    """
     try:
         config = configuration(model)
     except (OSError, *MISBUILT) as error:
@@ -85,8 +88,10 @@ def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
     skeleton.requires_grad_(False)
     for parameter in language:
         parameter.requires_grad_()
-    for name, buffer in stored_buffers(skeleton).items():
-        hold(skeleton, name, buffer.to("meta"))
+    stored = {id(buffer): buffer.to("meta") for buffer in stored_buffers(skeleton).values()}
+    for module in skeleton.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            setattr(module, leaf, stored.get(id(buffer), buffer))
     return skeleton
 
 
@@ -105,14 +110,6 @@ def _refuse_unknown_family(model: str) -> None:
         f"{model} belongs to family {family}, which transformers {version} does not support{only_code}",
         hint="train a model of a supported family, such as those in docs/families.md, or upgrade transformers",
     )
-
-
-def hold(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace the buffer `name` of `model` with a parameter that does not require a gradient."""
-    module, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(module)
-    delattr(owner, leaf)
-    owner.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -135,8 +132,8 @@ def _untrainable(skeleton: PreTrainedModel) -> str | None:
 
 
 def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
-    """Return the shape of every parameter by name; a tied parameter appears once."""
-    return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+    """Return the shape of every parameter and stored buffer by name; a tied parameter appears once."""
+    return {name: tuple(tensor.shape) for name, tensor in state(skeleton).items()}
 
 
 def tokenizer(model: str) -> PreTrainedTokenizerBase:

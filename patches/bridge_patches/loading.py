@@ -109,11 +109,11 @@ def record_of(model: nn.Module) -> Record:
 
 
 def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
-    """Return where each parameter of `empty`, transformers' model without values, goes in vLLM's `model`.
+    """Return where each tensor in the files of `empty`, transformers' model without values, goes in vLLM's `model`.
 
     UnsupportedModelError if vLLM does not copy a parameter unchanged into a single place.
     """
-    sources = {name: parameter.detach() for name, parameter in empty.named_parameters()}
+    sources = {name: tensor.detach() for name, tensor in state(empty).items()}
     saved = saved_form(empty, sources)
     recorder = CopyRecorder(sources, state(model))
     try:
@@ -135,7 +135,10 @@ def _hold_loaded_buffers(model: nn.Module, views: Mapping[str, View]) -> None:
     loaded = {view.parameter for view in views.values()}
     for name, buffer in stored_buffers(model).items():
         if name in loaded:
-            skeleton.hold(model, name, buffer)
+            module, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(module)
+            delattr(owner, leaf)
+            owner.register_parameter(leaf, nn.Parameter(buffer, requires_grad=False))
 
 
 def padding(model: nn.Module) -> dict[str, int]:

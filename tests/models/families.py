@@ -312,6 +312,8 @@ VARIANTS = {
     "Qwen2, tied", "Qwen2.5, YaRN", "Llama 2", "DeepSeek Coder, Yi", "Phi-3.5-mini", "Phi-4-mini", "DeepSeek-V2",
 }  # fmt: skip
 """Families that differ from an earlier one in values of the configuration alone: the same classes on both sides."""
+WITH_BUFFERS = ("Gemma 4 (text)", "DeepSeek-V3", "GLM-4.5", "MiniMax-M2")
+"""Families whose files have buffers, which no gradient reaches: a router's bias, or a scale of each layer."""
 SHARING_KEYS = {"Gemma 4 (text)"}
 """Families in which a layer takes keys and values from an earlier one: tensor parallelism refuses them."""
 WITH_VISION = {"Qwen3.5 (text)", *INSIDE}

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, PretrainedConfig
 
 from bridge.weights import skeleton
+from bridge.weights.model_folder import state
 from tests import family_proof
 from tests.models import tiny
 from tests.models.families import FAMILIES, ON_GPUS, large
@@ -60,12 +61,12 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _zeros(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a tensor for each parameter, backed by a single element where kernels accept that."""
+    """Return a tensor for each parameter and stored buffer, backed by a single element where kernels accept that."""
     return {
         name: torch.zeros(held.shape, dtype=held.dtype)
         if held.dim() > 2
         else torch.zeros((), dtype=held.dtype).expand(held.shape)
-        for name, held in model.named_parameters()
+        for name, held in state(model).items()
     }
 
 

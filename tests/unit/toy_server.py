@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import bridge
 from bridge.server.manifest import MANIFEST_NAME, LoraSlot, Manifest, Shard, SharedMemoryHandle, View
 from bridge.weights import shared_memory
+from bridge.weights.model_folder import state
 from tests.models import tiny, vllm_cuts
 from tests.unit.checks_sample import edited, manifest
 
 tqdm.monitor_interval = 0  # transformers' progress bars would leave a thread behind
-PADDED_ROWS = 320
+PADDED_ROWS = 448
 FILLER = 7.0
 """Value of the rows that no token owns."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -44,7 +45,7 @@ class ToyServer:
 def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
     tiny.write(config, folder)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    parts = _layout({name: parameter.detach() for name, parameter in reference.named_parameters()})
+    parts = _layout({name: tensor.detach() for name, tensor in state(reference).items()})
     tensors, handles = _allocate({name: _stack(pieces) for name, pieces in parts.items()})
     views = {}
     for name, pieces in parts.items():
@@ -60,7 +61,7 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
     }
     exported = manifest(
         model=str(folder), dtype="bfloat16", ipc_handles=handles, param_mappings=views, padding=padding,
-        num_params=sum(parameter.numel() for parameter in reference.parameters()), param_names=tuple(sorted(views)),
+        num_params=sum(tensor.numel() for tensor in state(reference).values()), param_names=tuple(sorted(views)),
     )  # fmt: skip
     return ToyServer(exported, tensors, reference.eval())
 
@@ -75,7 +76,7 @@ def attach(exported: Manifest, folder: Path, **choices: Any) -> bridge.Policy:
 
 def in_parts(server: ToyServer, num_parts: int) -> Manifest:
     """Return the manifest of a server that holds the same model in parts, with a file for each part."""
-    weights = {name: parameter.detach() for name, parameter in server.reference.named_parameters()}
+    weights = {name: tensor.detach() for name, tensor in state(server.reference).items()}
     cuts = vllm_cuts.cuts(server.reference.config, {name: weight.shape for name, weight in weights.items()}, num_parts)
     shards = []
     for part, cuts_of_part in enumerate(cuts):
@@ -148,11 +149,11 @@ def _allocate(whole: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Sh
     block = shared_memory.allocate(end)
     tensors, handles = {}, {}
     for name, tensor in whole.items():
-        start = starts[name] // 2
-        tensors[name] = torch.empty(0, dtype=torch.bfloat16).set_(block.storage, start, tensor.shape, tensor.stride())
+        start = starts[name] // tensor.element_size()
+        tensors[name] = torch.empty(0, dtype=tensor.dtype).set_(block.storage, start, tensor.shape, tensor.stride())
         tensors[name].copy_(tensor)
         handles[name] = SharedMemoryHandle(
             path=block.path, storage_size=end, storage_offset=0, tensor_offset=start,
-            shape=tuple(tensor.shape), stride=tensor.stride(), dtype="bfloat16",
+            shape=tuple(tensor.shape), stride=tensor.stride(), dtype=str(tensor.dtype).removeprefix("torch."),
         )  # fmt: skip
     return tensors, handles

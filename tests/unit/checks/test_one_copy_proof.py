@@ -27,6 +27,7 @@ from bridge.server.protocol import Element, Status
 from bridge.types import Group, Quantization
 from bridge.weights import fp8
 from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.model_folder import stored_buffers
 from bridge.weights.rank_parts import digest
 from tests.models import tiny
 from tests.models.families import FAMILIES
@@ -91,6 +92,16 @@ def test_marks_pass_both_ways_and_are_restored(server: ToyServer, attached: Atta
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
     assert {element.parameter for element in client.elements_read[0]} == server.tensors.keys()
     assert len(client.elements_read[0]) == len(server.manifest.shards[0].param_mappings)
+
+
+def test_marks_reach_the_buffers_in_a_models_files(tmp_path: Path) -> None:
+    server = toy_server.serve(FAMILIES["GLM-4.5"](), tmp_path / "model")
+    attached, before = attach(server.manifest), copied(server)
+    client = FakeClient(server.tensors)
+    assert statuses(one_copy_proof.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
+    assert {element.parameter for element in client.elements_read[0]} == server.tensors.keys()
+    assert stored_buffers(attached.model).keys() <= server.tensors.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
 def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedModel) -> None:

@@ -24,7 +24,7 @@ from bridge.passes.preparation import prepare
 from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import Ranks
 from bridge.weights import skeleton
-from bridge.weights.model_folder import stored_buffers
+from bridge.weights.model_folder import state
 from bridge.weights.rank_parts import Cut, Parts, Shared, shared_elements
 from tests import family_results
 from tests.family_results import NUM_PARTS
@@ -40,10 +40,8 @@ Proven = tuple[int, list[dict[str, dict[str, float] | str]]]
 
 
 def made(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a model like an attached one: buffers from files are parameters, and sequences are kept apart."""
+    """Return a model that keeps sequences apart, as an attached one does."""
     model: PreTrainedModel = skeleton.auto_class(config).from_config(config, dtype=torch.float32)
-    for name, buffer in stored_buffers(model).items():
-        skeleton.hold(model, name, buffer)
     recurrence.keep_apart(model)  # as `prepare` does
     return model
 
@@ -52,19 +50,18 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a model in which all weights matter: biases are not 0, norms are not 1, and states do not fade quickly."""
     torch.manual_seed(0)
     model = made(config)
-    for name, parameter in model.named_parameters():
-        nn.init.normal_(parameter, -2.0 if name.endswith("A_log") else 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    for name, tensor in state(model).items():
+        nn.init.normal_(tensor, -2.0 if name.endswith("A_log") else 1.0 if tensor.ndim == 1 else 0.0, 0.1)
     return model.eval()
 
 
 def part_of(whole: PreTrainedModel, part: int, num_parts: int) -> tuple[PreTrainedModel, Parallel]:
     """Return one part of a model, with its own weights."""
-    cuts = vllm_cuts.cuts(
-        whole.config, {name: parameter.shape for name, parameter in whole.named_parameters()}, num_parts
-    )
+    weights = state(whole)
+    cuts = vllm_cuts.cuts(whole.config, {name: tensor.shape for name, tensor in weights.items()}, num_parts)
     model = made(whole.config)
-    for name, parameter in model.named_parameters():
-        parameter.data = cuts[part][name].of(whole.get_parameter(name).detach()).clone()
+    for name, tensor in state(model).items():
+        tensor.data = cuts[part][name].of(weights[name].detach()).clone()
     assert dist.group.WORLD is not None
     return model.eval(), divide(model, cuts, dist.group.WORLD)
 

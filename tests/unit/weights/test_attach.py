@@ -1,5 +1,6 @@
 """Attaching to a toy server: one copy, bit for bit, or a refusal before any handle is opened."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, ManifestError, UnsupportedModelError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.server.manifest import Manifest
 from bridge.weights import shared_memory
-from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.attach import AttachedModel, attach, reattach
+from bridge.weights.model_folder import save, state, stored_buffers
 from tests.models import tiny
+from tests.models.families import FAMILIES, ON_GPUS, WITH_BUFFERS
 from tests.unit import toy_server
 from tests.unit.toy_server import FILLER, ToyServer
 
@@ -132,6 +135,54 @@ def test_buffers_are_real_and_rope_keeps_its_scaling(llama: ToyServer) -> None:
     plain.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
     unscaled = type(llama.reference)(plain).model.rotary_emb.inv_freq
     assert not torch.equal(model.model.rotary_emb.inv_freq, unscaled)
+
+
+@pytest.mark.parametrize("family", WITH_BUFFERS)
+def test_stored_buffer_is_the_servers_and_is_never_trained(family: str, tmp_path: Path) -> None:
+    server = toy_server.serve({**FAMILIES, **ON_GPUS}[family](), tmp_path / "model")
+    attached = attach(server.manifest)
+    expected = stored_buffers(server.reference)
+    assert expected
+    assert stored_buffers(attached.model).keys() == expected.keys()
+    assert attached.unshared_parameters() == []
+    assert torch.equal(logits(attached.model), logits(server.reference))
+    before = {name: parameter.detach().clone() for name, parameter in attached.model.named_parameters()}
+    assert before.keys() == dict(server.reference.named_parameters()).keys()
+    step(attached)
+    assert [name for name, old in before.items() if torch.equal(attached.model.get_parameter(name), old)] == []
+    (tmp_path / "saved").mkdir()
+    save(attached.model, tmp_path / "model", tmp_path / "saved")
+    saved = state(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in state(attached.model).items())
+    for name, value in expected.items():
+        assert torch.equal(saved[name], value)
+        assert torch.equal(server.tensors[name], value)
+
+
+def test_replaced_stored_buffer_is_reported_as_unshared(tmp_path: Path) -> None:
+    attached = attach(toy_server.serve(FAMILIES["GLM-4.5"](), tmp_path / "model").manifest)
+    ((name, bias),) = stored_buffers(attached.model).items()
+    module, _, leaf = name.rpartition(".")
+    setattr(attached.model.get_submodule(module), leaf, bias.clone())
+    assert attached.unshared_parameters() == [name]
+    assert attached.weight_bytes() == bias.nbytes
+
+
+def test_stored_buffer_follows_a_restarted_server(tmp_path: Path) -> None:
+    first, second = (toy_server.serve(FAMILIES["GLM-4.5"](), tmp_path / name) for name in ("first", "second"))
+    attached = attach(first.manifest)
+    ((name, bias),) = stored_buffers(attached.model).items()
+    reattached = reattach(attached, second.manifest)
+    second.tensors[name].fill_(3.0)
+    assert stored_buffers(attached.model)[name] is bias
+    assert (bias == 3.0).all()
+    assert reattached.unshared_parameters() == []
+
+
+def test_deep_copy_of_an_attached_model_copies_only_its_own_memory(tmp_path: Path) -> None:
+    attached = attach(toy_server.serve(FAMILIES["GLM-4.5"](), tmp_path / "model").manifest)
+    tensors = state(copy.deepcopy(attached.model))
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors.values())
 
 
 def edited_handle(server: ToyServer, name: str, **changes: Any) -> Manifest:

@@ -253,20 +253,17 @@ def test_buffers_are_skipped_and_unknown_names_refused(source: Path, out: Path) 
         check(model, out)
 
 
-def with_a_bias(config: PretrainedConfig, *, is_attached: bool) -> PreTrainedModel:
-    """Create a model with a router whose bias is a buffer, or a parameter as in an attached model."""
+def with_a_bias(config: PretrainedConfig) -> PreTrainedModel:
+    """Create a model with a router whose bias is a buffer."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for name, bias in stored_buffers(model).items():
+    for bias in stored_buffers(model).values():
         bias.uniform_()
-        if is_attached:
-            skeleton.hold(model, name, bias)
     return model
 
 
-@pytest.mark.parametrize("is_attached", [False, True])
-def test_stored_buffer_is_saved_and_loaded(is_attached: bool, source: Path, out: Path) -> None:
+def test_stored_buffer_is_saved_and_loaded(source: Path, out: Path) -> None:
     config = minimax_m2()
-    saved, model = (with_a_bias(config, is_attached=is_attached) for _ in range(2))
+    saved, model = (with_a_bias(config) for _ in range(2))
     save(saved, source, out)
     assert "model.layers.1.block_sparse_moe.e_score_correction_bias" in load_file(out / SINGLE_NAME)
     assert not torch.equal(*(x.state_dict()["model.layers.1.mlp.e_score_correction_bias"] for x in (saved, model)))

@@ -27,6 +27,7 @@ from bridge.types import Group
 from bridge.weights import model_folder, stored_tensors
 from bridge.weights import rank_parts as parts_
 from bridge.weights.attach import OpenedModel
+from bridge.weights.model_folder import state, stored_buffers
 from bridge.weights.rank_parts import Cut, Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
@@ -132,18 +133,16 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def cuts_of(model: PreTrainedModel) -> Sequence[Mapping[str, Cut]]:
-    return vllm_cuts.cuts(
-        model.config, {name: parameter.shape for name, parameter in model.named_parameters()}, NUM_PARTS
-    )
+    return vllm_cuts.cuts(model.config, {name: tensor.shape for name, tensor in state(model).items()}, NUM_PARTS)
 
 
 def in_parts(ranks: Ranks, config: PretrainedConfig) -> tuple[PreTrainedModel, Parts]:
     """Create this rank's part, whose weights are at an offset inside a storage, like a server's."""
     model = whole_model(config)
     parts = Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
-    for name, parameter in model.named_parameters():
-        part = parts.own[name].of(parameter.detach())
-        parameter.data = torch.cat([part.new_full((5,), 7), part.reshape(-1)])[5:].view(part.shape)
+    for name, tensor in state(model).items():
+        part = parts.own[name].of(tensor.detach())
+        tensor.data = torch.cat([part.new_full((5,), 7), part.reshape(-1)])[5:].view(part.shape)
     return model, parts
 
 
@@ -223,12 +222,14 @@ def test_shared_elements_stay_equal_under_random_rounding(kind: str) -> None:
         assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
 
 
-def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) -> dict[str, Any]:
+def learnt(
+    ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any], model: PreTrainedModel | None = None
+) -> dict[str, Any]:
     """Train two steps in float32, in one process or with tensor parallelism."""
-    model = base()
+    model = model or base()
     parts = None if ranks.world_size == 1 else Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
-    for name, parameter in model.named_parameters() if parts is not None else ():
-        parameter.data = parts.own[name].of(parameter.detach()).clone()  # type: ignore[union-attr]
+    for name, tensor in state(model).items() if parts is not None else ():
+        tensor.data = parts.own[name].of(tensor.detach()).clone()  # type: ignore[union-attr]
     opened = OpenedModel(
         model=model, device=torch.device("cpu"), lr_factors={name: 1.0 for name, _ in model.named_parameters()},
         cuts=() if parts is None else parts.cuts, open_s=0, weight_bytes=0,
@@ -240,8 +241,8 @@ def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) ->
         learner.prepare()
         learner.write()
         figures.append(learner.learnt())
-    named = dict(model.named_parameters())
-    whole = {name: p.detach().clone() if parts is None else parts.whole(name, p.detach()) for name, p in named.items()}
+    held = state(model)
+    whole = {name: t.detach().clone() if parts is None else parts.whole(name, t.detach()) for name, t in held.items()}
     return {"weights": whole, "figures": figures}
 
 
@@ -264,14 +265,35 @@ def test_two_replicas_of_two_ranks_train_as_one_process(choices: dict[str, Any])
             assert (one["tokens_trained"], one["updates"]) == (other["tokens_trained"], other["updates"])
 
 
-def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def learnt_with_a_bias(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
+    """Train a model whose router has a bias, which is a buffer in its files."""
+    model = whole_model(FAMILIES["GLM-4.5"]()).float()
+    for bias in stored_buffers(model).values():
+        bias.copy_(torch.linspace(0.5, -0.5, bias.numel()))
+    return learnt(ranks, groups, {}, model)
+
+
+def test_stored_buffer_is_not_trained_in_parts() -> None:
+    groups = made_by(base(seed=8))
+    alone = learnt_with_a_bias(ALONE, groups)
+    names = stored_buffers(whole_model(FAMILIES["GLM-4.5"]()))
+    assert names
+    for mine in on_ranks(2, learnt_with_a_bias, groups, tp_size=NUM_PARTS, limit_s=LIMIT_S):
+        assert not isinstance(mine, BaseException), mine
+        assert mine["figures"][1]["loss"] == pytest.approx(alone["figures"][1]["loss"], abs=1e-5)
+        assert mine["figures"][1]["grad_norm"] == pytest.approx(alone["figures"][1]["grad_norm"], rel=1e-3)
+        for name in names:
+            assert torch.equal(mine["weights"][name], torch.linspace(0.5, -0.5, 4))
+
+
+def loaded(ranks: Ranks, kind: str, full: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
     """Load a full optimizer state into parts, one tensor at a time, and gather it again."""
     model, parts = in_parts(ranks, tiny.llama())
     trained = dict(model.named_parameters())
     optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], ranks=ranks)
     optimizer.allocate()
     whole = WholeState(optimizer, trained, parts)
-    for name, tensors in state.items():
+    for name, tensors in full.items():
         for key, tensor in tensors.items():
             whole.put(trained[name], {key: tensor})
     return {name: whole.parts(parameter) for name, parameter in trained.items()}
@@ -279,10 +301,10 @@ def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizer_state_survives_splitting_into_parts(kind: str) -> None:
-    state = stepped(ALONE, kind, 1)["state"]
-    for loaded_state in on_ranks(2, loaded, kind, state, tp_size=NUM_PARTS):
+    full = stepped(ALONE, kind, 1)["state"]
+    for loaded_state in on_ranks(2, loaded, kind, full, tp_size=NUM_PARTS):
         assert not isinstance(loaded_state, BaseException), loaded_state
-        for name, tensors in state.items():
+        for name, tensors in full.items():
             assert loaded_state[name].keys() == tensors.keys()
             if "exp_avg_scale" in tensors and name.endswith(("o_proj.weight", "down_proj.weight")):
                 continue  # a part has different blocks than the full tensor
@@ -292,17 +314,17 @@ def test_optimizer_state_survives_splitting_into_parts(kind: str) -> None:
 def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
     """Save the model, load it into zeros, and return whether every part has its weights again."""
     model, parts = in_parts(ranks, FAMILIES[family]())
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = {name: tensor.detach().clone() for name, tensor in state(model).items()}
     if ranks.is_rank_zero:
         model_folder.save(model, source, folder, parts)
     else:
         model_folder.send_parts(model, parts)
-    for parameter in model.parameters():
-        parameter.data.zero_()
+    for tensor in state(model).values():
+        tensor.data.zero_()
     ranks.all_gather_object(None)
     model_folder.check(model, folder, parts)
     model_folder.load_into(model, folder, parts)
-    return all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    return all(torch.equal(before[name], tensor) for name, tensor in state(model).items())
 
 
 def files_of(folder: Path) -> dict[str, Tensor]:
@@ -314,7 +336,7 @@ def test_ranks_save_and_load_the_same_folder_as_one_process(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", max_bytes)
-    for number, family in enumerate(("Llama 3, 3.1", "Qwen3-MoE")):
+    for number, family in enumerate(("Llama 3, 3.1", "Qwen3-MoE", "GLM-4.5")):
         whole, made = tmp_path / f"whole{number}", tmp_path / f"made{number}"
         whole.mkdir()
         made.mkdir()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaForCausalLM, Qwen3MoeConfig
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig
 
 from bridge.checks import model as model_checks
 from bridge.config import ComputeConfig
@@ -16,24 +17,30 @@ from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.passes import preparation
 from bridge.processes import start_checks
 from bridge.weights import loaded, skeleton
+from bridge.weights.model_folder import stored_buffers
 from tests.models import tiny
-from tests.models.families import EXPERTS, SMALL
+from tests.models.families import EXPERTS, FAMILIES, ON_GPUS, SMALL, WITH_BUFFERS
 
 ROOT = Path(__file__).parents[3]
+ALL_FAMILIES = {**FAMILIES, **ON_GPUS}
 
 
-def test_stored_buffer_becomes_a_frozen_parameter(tmp_path: Path) -> None:
-    """For example, the bias of GLM-4.5's router, which vLLM also uses to choose experts."""
-    config = Glm4MoeConfig(**SMALL, **EXPERTS, head_dim=64, n_routed_experts=4, moe_intermediate_size=64)
-    config.architectures = ["Glm4MoeForCausalLM"]
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_skeleton_has_transformers_parameters_and_buffers(family: str, tmp_path: Path) -> None:
+    """For example, the bias of GLM-4.5's router, which vLLM also uses to choose experts, stays a buffer."""
+    config = ALL_FAMILIES[family]()
     config.save_pretrained(tmp_path)
     model = skeleton.build(str(tmp_path), torch.bfloat16)
-    bias = model.get_parameter("model.layers.1.mlp.gate.e_score_correction_bias")
-    assert bias.is_meta
-    assert bias.dtype == torch.float32
-    assert not bias.requires_grad
-    assert "model.layers.1.mlp.gate.e_score_correction_bias" in skeleton.shapes(model)
-    assert not any(buffer.is_meta for buffer in model.buffers())
+    with init_empty_weights():
+        expected = skeleton.auto_class(config).from_config(config, dtype=torch.bfloat16)
+    expected.tie_weights()
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = ([(name, x.shape, x.dtype) for name, x in getattr(made, kind)()] for made in (model, expected))
+        assert ours == theirs
+    stored = stored_buffers(expected)
+    assert bool(stored) == (family in WITH_BUFFERS)
+    assert {name for name, buffer in model.named_buffers() if buffer.is_meta} == stored.keys()
+    assert stored.keys() <= skeleton.shapes(model).keys()
 
 
 def with_code(folder: Path, *, family: str) -> str:
