@@ -22,6 +22,7 @@ from bridge.config import TrainConfig
 from bridge.engine import policy as module
 from bridge.errors import CheckpointError, GradientError, ServerUnreachableError, UsageError
 from bridge.modes import shared_vllm
+from bridge.passes import budget
 from bridge.passes.layers import INPUTS
 from bridge.passes.packing import MicroBatch
 from bridge.server.fence import Update
@@ -74,24 +75,36 @@ def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def of_a_run(toy: toy_server.ToyServer, groups: list[Group], **choices: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the weights and metrics of one step of `bridge run`, on a copy of the server's weights."""
+def of_a_run(
+    toy: toy_server.ToyServer, groups: list[Group], **choices: Any
+) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    """Return the gradients, weights and metrics of one step of `bridge run`, on a copy of the server's weights."""
     opened = attach_weights(toy.manifest).opened()
     for parameter in opened.model.parameters():
         parameter.data = parameter.data.clone()
     fixed = {"model_name": toy.manifest.model, "batch_size": 16, "group_size": 4, "temperature": 0.8}
     config = TrainConfig.model_validate(fixed | {"lr": LR, "max_grad_norm": 1e6} | choices)
     learner = learners.made(config, opened)
+    trained = [parameter for parameter in opened.model.parameters() if parameter.requires_grad]
     learner.take(groups)
     learner.prepare()
+    of_step = [parameter.grad.clone() for parameter in trained if parameter.grad is not None]
     learner.write()
-    return [parameter.detach() for parameter in opened.model.parameters() if parameter.requires_grad], learner.learnt()
+    return of_step, [parameter.detach() for parameter in trained], learner.learnt()
 
 
-@pytest.mark.parametrize("tokens", [None, 24], ids=["one pass", "many passes"])
-def test_step_matches_bridge_run(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], tokens: int) -> None:
-    """With many passes, both sum gradients in float32."""
-    expected, figures = of_a_run(toy, groups, micro_batch_tokens=tokens)
+@pytest.fixture(params=[None, 24], ids=["one pass", "many passes"])
+def tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """Return the size of a pass; with many passes, gradients are summed in float32."""
+    monkeypatch.setattr(budget, "FEW", 2)
+    of_a_pass: int | None = request.param
+    return of_a_pass
+
+
+def test_step_matches_bridge_run(
+    toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], tokens: int | None
+) -> None:
+    _, expected, figures = of_a_run(toy, groups, micro_batch_tokens=tokens)
     compute = bridge.ComputeConfig(micro_batch_tokens=tokens)
     with toy_server.attach(toy.manifest, tmp_path, compute=compute, **CHOICES) as policy:
         passes, stepped = policy.train_step(bridge.samples(groups))
@@ -101,6 +114,20 @@ def test_step_matches_bridge_run(toy: toy_server.ToyServer, tmp_path: Path, grou
         assert stepped.changed_weight_share > 0.5
         for name in ("loss", "entropy", "logprob_diff_mean", "mismatch_kl", "kl", "tokens_trained"):
             assert passes.metrics[name] == figures[name], name
+
+
+def test_gradients_match_bridge_run(
+    toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], tokens: int | None
+) -> None:
+    expected, *_ = of_a_run(toy, groups, micro_batch_tokens=tokens)
+    compute = bridge.ComputeConfig(micro_batch_tokens=tokens)
+    with toy_server.attach(toy.manifest, tmp_path, compute=compute, **CHOICES) as policy:
+        policy.forward_backward(bridge.samples(groups))
+        found = gradients(policy)
+        assert equal(found, expected)
+        assert len(found) == len([*policy.parameters()])
+        assert {gradient.dtype for gradient in found} == {torch.float32 if tokens else torch.bfloat16}
+        assert all(gradient.count_nonzero() for gradient in found)
 
 
 def test_log_probs_are_returned_in_the_callers_order(policy: bridge.Policy, groups: list[Group]) -> None:
@@ -164,7 +191,7 @@ def test_ratios_use_the_given_old_log_probs(policy: bridge.Policy, groups: list[
 def test_gradient_release_works_in_one_call(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     released = bridge.OptimizerConfig(lr=LR, max_grad_norm=1e6, gradient_release=True)
-    expected, _ = of_a_run(toy, groups, gradient_release=True)
+    _, expected, _ = of_a_run(toy, groups, gradient_release=True)
     with toy_server.attach(toy.manifest, tmp_path, **{**CHOICES, "optimizer": released}) as policy:
         with pytest.raises(UsageError, match="stepped in the backward pass"):
             policy.forward_backward(samples)
