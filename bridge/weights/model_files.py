@@ -26,12 +26,19 @@ if TYPE_CHECKING:  # this module is imported before vLLM starts, and importing t
 MODEL_CARD = "README.md"
 GENERATION_CONFIG = "generation_config.json"
 CHECKPOINT_MARKER = "bridge_checkpoint.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json",
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt",
+    "tekken.json",
 )  # fmt: skip
-_TOKENIZER_SUFFIXES = (".tiktoken", ".spm", ".jinja")
+_VOCABULARY_SUFFIXES = (".tiktoken", ".spm")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+"""Files with the chat template; they take precedence over the one in `tokenizer_config.json`."""
+_TOKENIZER_FILES = (
+    *_VOCABULARY_FILES, *_TEMPLATE_FILES, TOKENIZER_CONFIG, "merges.txt", "special_tokens_map.json",
+    "added_tokens.json",
+)  # fmt: skip
+_TOKENIZER_SUFFIXES = (*_VOCABULARY_SUFFIXES, ".jinja")
 _TEMPLATES = "additional_chat_templates"
 """The only subfolder that transformers writes next to a tokenizer."""
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -68,7 +75,23 @@ class SourceFiles:
 
     @property
     def has_tokenizer(self) -> bool:
-        return any(map(is_tokenizer_file, self.paths))
+        """Whether a tokenizer can be loaded: a chat template or a list of special tokens is not sufficient."""
+        return self.has_vocabulary or TOKENIZER_CONFIG in self.paths  # which may name a vocabulary of its own
+
+    @property
+    def has_vocabulary(self) -> bool:
+        return any(name in _VOCABULARY_FILES or name.endswith(_VOCABULARY_SUFFIXES) for name in self.paths)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether a chat template is in a file of its own, or in the tokenizer's configuration."""
+        if not self.paths.keys().isdisjoint(_TEMPLATE_FILES):
+            return True
+        try:
+            settings = json_lines.parsed(self.paths[TOKENIZER_CONFIG].read_bytes())
+        except (KeyError, OSError, ValueError):
+            return False
+        return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
     def note(self) -> str:
         """Return a line that lists the files missing from every checkpoint; empty if none are."""
@@ -314,14 +337,21 @@ def _listed(folder: Path) -> SourceFiles:
 
 
 def _with_tokenizer(files: SourceFiles, other: SourceFiles) -> SourceFiles:
-    """Return `files` with the tokenizer, processors and generation defaults of `other`, if it has a tokenizer."""
-    if not other.has_tokenizer:
+    """Return `files` with the tokenizer, processors and generation defaults of `other`.
+
+    If `other` has no vocabulary, only the files that it has, such as a chat template, replace those of `files`.
+    """
+    if not any(map(is_tokenizer_file, other.paths)):
         return files
     taken = {
         name: path for name, path in other.paths.items()
         if is_tokenizer_file(name) or name in (*_PROCESSOR_FILES, GENERATION_CONFIG)
     }  # fmt: skip
-    kept = {name: path for name, path in files.paths.items() if not is_tokenizer_file(name)}
+    kept = {**files.paths}
+    if other.has_vocabulary:
+        kept = {name: path for name, path in kept.items() if not is_tokenizer_file(name)}
+    elif other.has_template:
+        kept = {name: path for name, path in kept.items() if name not in _TEMPLATE_FILES}
     return replace(files, paths=kept | taken)
 
 

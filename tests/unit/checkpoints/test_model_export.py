@@ -25,13 +25,14 @@ from tests.models.families import FAMILIES
 
 MODULE = "model.layers.0.self_attn.q_proj"
 RANK, ALPHA = 2, 4.0
+BASE_TEMPLATE = "{{ messages[0].content }}"
 PARTS = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny.write(tiny.llama(), tmp_path_factory.mktemp("base"))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "chat_template.jinja").write_text(BASE_TEMPLATE)
     return folder
 
 
@@ -124,11 +125,33 @@ def test_exported_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path
     source = adapter(tmp_path / "adapter_step_1", str(base))
     tokenizer: Any = AutoTokenizer.from_pretrained(export(source, tmp_path / "one").folder)
     assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(base)("2+3=")["input_ids"]
-    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    assert tokenizer.chat_template == BASE_TEMPLATE
     tiny.write_tokenizer(source, tiny.VOCABULARY)
     (source / "chat_template.jinja").write_text("changed")
     tokenizer = AutoTokenizer.from_pretrained(export(source, tmp_path / "other").folder)
     assert tokenizer.chat_template == "changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("chat_template.jinja", "own", "own"),
+        ("tokenizer_config.json", '{"chat_template": "own"}', "own"),
+        ("tokenizer_config.json", "{}", BASE_TEMPLATE),
+        ("special_tokens_map.json", "{}", BASE_TEMPLATE),
+        ("notes.jinja", "own", BASE_TEMPLATE),
+    ],
+)
+def test_part_of_a_tokenizer_is_exported_beside_the_bases(
+    base: Path, tmp_path: Path, name: str, content: str, expected: str
+) -> None:
+    source = adapter(tmp_path / "adapter_step_1", str(base))
+    (source / name).write_text(content)
+    exported = export(source, tmp_path / "out").folder
+    assert {*PARTS, name} <= {path.name for path in exported.iterdir()}
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(base)("2+3=")["input_ids"]
+    assert tokenizer.chat_template == expected
 
 
 def test_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: Path) -> None:
