@@ -6,7 +6,7 @@ may yield problems without end.
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import islice
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints, is_typeddict
@@ -20,6 +20,12 @@ from bridge.types import Interaction, Problem
 EXAMPLE = "{'prompt': '3+4='}"
 OF_JSON = (str, int, float, bool, list, tuple, type(None), Any)
 """Types of parsed JSON values other than objects."""
+UNNAMED: Mapping[Any, str] = {
+    inspect.Parameter.POSITIONAL_ONLY: "is positional-only",
+    inspect.Parameter.VAR_POSITIONAL: "takes any number of values",
+    inspect.Parameter.VAR_KEYWORD: "takes values of any name",
+}
+"""Kind of an argument that has no single name in a call -> a description of it."""
 NUM_FIRST = 64
 """Number of problems that are checked before anything starts."""
 RUN = "def run(self, problem: dict, base_url: str) -> float"
@@ -73,11 +79,25 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
     with foreign_code(f"environment {name}: describing its tools {', '.join(tools)}", source_file(type(environment))):
         schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
         hints = {tool: get_type_hints(getattr(environment, tool)) for tool in tools}
+    for tool in tools:
+        _refuse_unnamed(name, tool, inspect.signature(getattr(environment, tool)).parameters)
     for tool, of_tool in hints.items():
         for argument, hint in of_tool.items():
             if argument != "return" and (unknown := next(_classes(hint), None)):
                 _refuse_class(name, tool, argument, unknown)
     return schemas
+
+
+def _refuse_unnamed(name: str, tool: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Refuse an argument that a call by name cannot set: the schema would ask the model for one all the same."""
+    for parameter in parameters.values():
+        if parameter.kind in UNNAMED:
+            _refuse(
+                name,
+                f"has the tool {tool}, whose argument {parameter} {UNNAMED[parameter.kind]}, but calls of tools name"
+                " each argument",
+                f"give {tool} an argument for each value, or one list or dict",
+            )
 
 
 def _refuse_class(name: str, tool: str, argument: str, kind: type) -> NoReturn:

@@ -134,6 +134,20 @@ def test_type_hint_without_a_json_type_is_refused(load: Load, hint: str, named: 
 
 
 @pytest.mark.parametrize(
+    ("signature", "what"),
+    [
+        ("a: int, b: int, /", "a: int is positional-only"),
+        ("a: int, *b: int", "*b: int takes any number of values"),
+        ("a: int, **b: int", "**b: int takes values of any name"),
+    ],
+)
+def test_tool_argument_without_a_name_is_refused(load: Load, signature: str, what: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        load(RESETS + ITERATES + SCORES + ADDS.replace("a: int, b: int", signature))
+    assert f"has the tool add, whose argument {what}, but calls of tools name each" in caught.value.message
+
+
+@pytest.mark.parametrize(
     "hint",
     [
         "typing.Literal['fast', 'slow']", "typing.Optional[int]", "int | str | None", "list[dict[str, float]]", "Row",
