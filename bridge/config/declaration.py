@@ -4,7 +4,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -77,6 +77,19 @@ class Section(BaseModel):
         cls.renamed = renamed or {}
         cls.panel = common.get("panel", "")
         cls.common = common
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would convert into a value that nobody means: `true` into 1, and an empty path into `.`."""
+        field = cls.model_fields[str(info.field_name)]
+        kinds = {field.annotation, *get_args(field.annotation)}
+        if isinstance(value, bool) and bool not in kinds and not kinds.isdisjoint({int, float}):
+            raise ValueError("must be a number, not true or false")
+        is_path = Path in kinds or "is_path" in _about(field)
+        if value == "" and is_path and type(None) in kinds:
+            raise ValueError("must not be empty")
+        return value
 
     @field_validator("*", mode="after")
     @classmethod

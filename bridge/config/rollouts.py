@@ -93,15 +93,15 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     bundled ones)."""
     eval_data: str | None = declare(None, panel=EVALUATION, position=1, is_path=True)
     """Held-out problems, in the same forms as --data (default: those of the environment)."""
-    prompt_column: str | None = None
+    prompt_column: str | None = declare(None, min_length=1)
     """Column with the prompts, as text or chat messages (default: `question` for `gsm8k`, `prompt` for `jsonl`)."""
-    answer_column: str = "answer"
+    answer_column: str = declare("answer", min_length=1)
     """Column with the answers."""
     system_prompt: str | None = None
     """System message put before every prompt, which makes it a chat message (default: the environment's own)."""
     chat_template_kwargs: Annotated[dict[str, Any], _json_object(THINKING, reserved=SET_BY_BRIDGE)] = Field(default={})
     """Arguments of the model's chat template, such as `{"enable_thinking": false}` (default: the template's own)."""
-    reward: str | None = None
+    reward: str | None = declare(None, min_length=1)
     """Rewards that replace the environment's own: names or `file.py:function`, each optionally followed by `=WEIGHT`,
     separated by commas."""
     reward_timeout_s: float = Field(default=30.0, gt=0)

@@ -113,7 +113,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
 def _start_anew(source: SavedCheckpoint, mode: str) -> str:
     """Return a hint about how to start a new run from the checkpoint's weights."""
     if mode == "lora_only":
-        exported = f"bridge export {shlex.quote(str(source.folder))} FOLDER"
+        exported = f"bridge export {shlex.quote(str(source.folder))} --out FOLDER"
         return f"start a new run from its weights: {exported}, then --model FOLDER without --resume"
     return f"start a new run from its weights: --model {shlex.quote(str(source.folder))}, without --resume"
 

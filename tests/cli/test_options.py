@@ -2,7 +2,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -346,6 +346,34 @@ def test_toml_error_names_the_table(tmp_path: Path, text: str, message: str) -> 
     toml.write_text(text + "\n")
     with pytest.raises(UsageError, match=message):
         parse("--model-name", "m", "--config", str(toml))
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, ServeConfig])
+def test_switch_in_place_of_a_number_is_refused(tmp_path: Path, cls: type[Config]) -> None:
+    toml = tmp_path / "c.toml"
+    kinds = {key: {choice.info.annotation, *get_args(choice.info.annotation)} for key, choice in cls.choices().items()}
+    numbers = [key for key, known in kinds.items() if not known.isdisjoint({int, float})]
+    assert len(numbers) > 2
+    for key in numbers:
+        toml.write_text(f"{key} = true\n")
+        with pytest.raises(UsageError, match=f"{key} in .*: must be a number, not true or false, found True"):
+            cls.resolve({"model_name": "m"}, toml)
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, ServeConfig])
+def test_empty_optional_path_is_refused(cls: type[Config]) -> None:
+    kinds = {key: get_args(choice.info.annotation) for key, choice in cls.choices().items()}
+    paths = [key for key, known in kinds.items() if Path in known or (cls.choices()[key].is_path and known)]
+    assert paths
+    for key in paths:
+        with pytest.raises(UsageError, match="must not be empty, found ''"):
+            cls.resolve({"model_name": "m", key: ""})
+
+
+@pytest.mark.parametrize("key", ["reward", "prompt_column", "answer_column"])
+def test_empty_name_is_no_default(key: str) -> None:
+    with pytest.raises(UsageError, match="must have at least 1 character, found ''"):
+        TrainConfig.resolve({"model_name": "m", key: ""})
 
 
 def test_document_separates_given_and_derived_values() -> None:

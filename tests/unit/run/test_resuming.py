@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.run import resuming
 from bridge.types import Environment, Problem, Task
+from bridge_cli.main import answer
 from tests.unit.trainer_runs import Letters, Running, runner
 
 NAMES = [f"a{number}" for number in range(8)]
@@ -107,6 +110,16 @@ def test_different_seed_is_refused(run_dir: Path) -> None:
         resuming.check(source, config(), task(named(NAMES)))
     assert refused.value.hint.startswith("--seed 3, or start a new run from its weights: --model ")
     assert resuming.check(source, config(seed=5), None) == ["changed since step 4: seed 3 -> 5"]  # no problems
+
+
+def test_hint_for_an_adapter_is_a_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(run_dir, task(named(NAMES)), mode="lora_only")
+    with pytest.raises(UsageError) as refused:
+        resuming.check(source, config(mode="lora_only"), task(named(NAMES[::-1])))
+    (hinted,) = re.findall(r"(bridge export .*), then --model FOLDER", refused.value.hint)
+    _, *arguments = shlex.split(hinted)
+    answer(arguments)
+    assert "holds neither a model nor an adapter" in capsys.readouterr().err  # it was parsed, and read the checkpoint
 
 
 def test_problems_in_a_moved_file_are_recognized_by_prompt(run_dir: Path) -> None:
