@@ -132,7 +132,7 @@ def _check_template(arguments: Iterable[str], template: str) -> None:
 def tried(task: Task) -> tuple[list[tuple[str, Problem]], list[str]]:
     """Return the problems to test, with their positions, and a line for each list of which only a part is tested.
 
-    From a list, these are the first problems, the longest one, the first one with images, one of each form, and a
+    From a list, these are the first problems, the longest one, the one with the most images, one of each form, and a
     random selection. If problems are generated on demand, these are the first ones.
     """
     problems = iter(task)
@@ -152,12 +152,13 @@ def _chosen(problems: Sequence[Problem]) -> list[int]:
     """Return the indices of the problems to test; the first problems of the list come first."""
     first = range(len(problems))[:NUM_PROBLEMS]
     longest = nlargest(1, range(len(problems)), key=lambda index: len(str(problems[index]["prompt"])))
-    pictured = [index for index, problem in enumerate(problems) if problem.get("images")][:1]
+    pictured = [index for index, problem in enumerate(problems) if problem.get("images")]
+    most_images = nlargest(1, pictured, key=lambda index: len(problems[index]["images"]))
     forms: dict[Any, int] = {}
     for index, problem in enumerate(problems):
         forms.setdefault(_form(problem), index)
     drawn = random.Random(0).sample(range(len(problems)), min(NUM_TRIED, len(problems)))  # noqa: S311  not a secret
-    indices = dict.fromkeys((*first, *longest, *pictured, *islice(forms.values(), NUM_TRIED)))
+    indices = dict.fromkeys((*first, *longest, *most_images, *islice(forms.values(), NUM_TRIED)))
     num_characters = 0
     for index in drawn:
         num_characters += len(str(problems[index]["prompt"]))

@@ -81,7 +81,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_meant(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would convert into a value that nobody means: `true` into 1, and an empty path into `.`."""
+        """Refuse what pydantic would convert into what nobody means: `true` into 1, and an empty path into `.`."""
         field = cls.model_fields[str(info.field_name)]
         kinds = {field.annotation, *get_args(field.annotation)}
         if isinstance(value, bool) and bool not in kinds and not kinds.isdisjoint({int, float}):

@@ -183,6 +183,7 @@ def _rows(path: Path) -> Iterable[Row]:
 def _parquet(path: Path) -> list[Any]:
     """Return the rows of a Parquet file, without pandas' index columns."""
     try:
+        import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(
@@ -203,6 +204,9 @@ def _parquet(path: Path) -> list[Any]:
             f"{path} has more than one column {' and '.join(map(repr, twice))}", hint="give each column its own name"
         )
     table = table.drop_columns([name for name in names if PANDAS_INDEX.fullmatch(name)])
+    for index, field in enumerate(table.schema):
+        if field.type == pa.float32():  # as a float64, 0.1 would be 0.10000000149011612
+            table = table.set_column(index, field.name, table[index].cast(pa.string()).cast(pa.float64()))
     try:
         rows: list[Any] = table.to_pylist()
     except Exception:  # noqa: BLE001  a value that Python cannot hold, such as text that is not UTF-8

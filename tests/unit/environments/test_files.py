@@ -163,6 +163,13 @@ def test_data_frame_index_is_not_a_column(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "d.parquet") == [{"prompt": "p", "level": 1}]
 
 
+def test_single_precision_numbers_are_read_as_written(tmp_path: Path) -> None:
+    written = [0.1, 3.0, None, 2.5e-07, -1234.56]
+    table = pa.table({"prompt": ["p"] * len(written), "level": pa.array(written, pa.float32())})
+    parquet.write_table(table, tmp_path / "d.parquet")
+    assert [row["level"] for row in rows_of(tmp_path / "d.parquet")] == written
+
+
 # Folders
 
 
