@@ -66,6 +66,7 @@ def attach(
     lora: "LoraConfig | PeftLoraConfig | None" = None,
     publishing: PublishingConfig | None = None,
     seed: int = 0,
+    several_adapters: bool = False,
     reads_only: bool = False,
     run_dir: str | Path | None = None,
 ) -> Policy:
@@ -75,8 +76,10 @@ def attach(
     a reference, or observes a server that another process trains. The sections set what the flags of `bridge train`
     set: with `lora`, Bridge's or PEFT's `LoraConfig`, an adapter is trained on the frozen base, otherwise all weights;
     `optimizer` is used by `optim_step`, and `loss` is the default of `forward_backward`. `seed` initializes an adapter
-    and stochastic rounding. Progress is logged to loggers below `bridge`. `run_dir` is the folder of `Policy.log`,
-    `save` and `resume`; by default they use a new folder under `runs/`, named after the time and the program.
+    and stochastic rounding. With `several_adapters`, adapters take turns on the base: `Policy.new_adapter` starts
+    another one, and the server loads what is sampled from disk. Progress is logged to loggers below `bridge`.
+    `run_dir` is the folder of `Policy.log`, `save` and `resume`; by default they use a new folder under `runs/`, named
+    after the time and the program.
 
     In a program that torchrun has started, each process attaches to the server of its replica: all tensor-parallel
     ranks of one server pass the same `path`.
@@ -88,6 +91,25 @@ def attach(
         UsageError: these choices do not fit together, or the wrong number of processes was started.
         ServerUnreachableError: the server does not answer.
     """
+    sections = {
+        "sampling": sampling, "compute": compute, "optimizer": optimizer, "loss": loss, "lora": lora,
+        "publishing": publishing,
+    }  # fmt: skip
+    chosen = {name: section for name, section in sections.items() if section is not None}
+    return _attached(path, chosen, seed=seed, several_adapters=several_adapters, reads_only=reads_only, run_dir=run_dir)
+
+
+def _attached(
+    path: str | Path | None,
+    sections: dict[str, Any],
+    *,
+    seed: int,
+    several_adapters: bool,
+    reads_only: bool,
+    run_dir: str | Path | None,
+    process: StartedServer | None = None,
+) -> Policy:
+    """Attach with the sections that were given; `process` is the server, if this process has started it."""
     folder = None if run_dir is None else path_of("bridge.attach: run_dir", run_dir)
     try:
         path_found = discovery.find(None if path is None else path_of("bridge.attach: path", path))
@@ -99,12 +121,11 @@ def attach(
         hint = hint.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
         raise ManifestError(error.message, hint=hint) from error
     exported = manifest.load(path_found)
-    adapter = None if lora is None else lora_of(lora, exported.model)
-    sections = {
-        "sampling": sampling, "compute": compute, "optimizer": optimizer, "loss": loss, "lora": adapter,
-        "publishing": publishing,
-    }  # fmt: skip
-    chosen = {name: section for name, section in sections.items() if section is not None}
+    chosen = dict(sections)
+    if "lora" in sections:
+        chosen["lora"] = lora_of(sections["lora"], exported.model)
+    if several_adapters:
+        chosen["lora"] = _for_several(chosen.get("lora"))
     config = _config(exported, path_found, chosen, seed=seed, num_ranks=1 if reads_only else torchrun.world_size())
     held = ExitStack()
     try:
@@ -112,9 +133,12 @@ def attach(
         scratch = paths.temporary_folder("bridge-policy-")
         held.callback(shutil.rmtree, scratch, ignore_errors=True)
         program = f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
-        context = RunContext(name=program, scratch=scratch, ranks=ranks, reads_only=reads_only)
+        context = RunContext(
+            name=program, scratch=scratch, process=process, ranks=ranks,
+            several_adapters=several_adapters, reads_only=reads_only,
+        )  # fmt: skip
         policy = Policy(config, context, run_dir=folder, held=held)
-        if policy.version and not reads_only and lora is None and ranks.is_rank_zero:
+        if policy.version and not reads_only and "lora" not in chosen and ranks.is_rank_zero:
             logger.warning(
                 "the server was trained before: this loop starts from its weights, version %d, not those of %s",
                 policy.version, exported.model,
@@ -153,6 +177,18 @@ def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed
         raise UsageError(f"these choices cannot be used together: {message}", hint=hint) from error
 
 
+def _for_several(adapter: LoraConfig | None) -> LoraConfig:
+    """Return the settings of adapters that take turns. UsageError: there are none, or they are for several ranks."""
+    if adapter is None:
+        raise UsageError("several_adapters needs lora", hint="lora=bridge.LoraConfig(r=...) of the highest rank")
+    if torchrun.world_size() > 1:
+        raise UsageError(
+            f"several_adapters is for one process, and torchrun has started {torchrun.world_size()}",
+            hint="attach in each process with one adapter",
+        )
+    return adapter.model_copy(update={"handover": "disk"})
+
+
 def _join(exported: Manifest, held: ExitStack) -> Ranks:
     """Join the process group of torchrun, if it started this process; closing `held` leaves the group."""
     if torchrun.world_size() == 1:
@@ -177,6 +213,7 @@ def serve(
     lora: "LoraConfig | PeftLoraConfig | None" = None,
     publishing: PublishingConfig | None = None,
     seed: int = 0,
+    several_adapters: bool = False,
     run_dir: str | Path | None = None,
     **choices: Any,
 ) -> Iterator[Policy]:
@@ -202,11 +239,16 @@ def serve(
     except BaseException:  # the server has not started, so there is no log to keep
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    sections = {
+        "sampling": sampling, "compute": compute, "optimizer": optimizer, "loss": loss, "lora": lora,
+        "publishing": publishing,
+    }  # fmt: skip
+    chosen = {name: section for name, section in sections.items() if section is not None}
     with (
-        StartedServer(command, folder / "server.log").running(),
-        attach(
-            command.manifest, sampling=sampling, compute=compute, optimizer=optimizer, loss=loss, lora=lora,
-            publishing=publishing, seed=seed, run_dir=run_dir,
+        StartedServer(command, folder / "server.log").running() as process,
+        _attached(
+            command.manifest, chosen,
+            seed=seed, several_adapters=several_adapters, reads_only=False, run_dir=run_dir, process=process,
         ) as policy,
     ):  # fmt: skip
         yield policy

@@ -39,13 +39,12 @@ def package(folder: Path) -> Path:
 
 @contextmanager
 def door(folder: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]", Path]]:
-    """Run `bridge tinker --all-weights`; yield its address once it answers, the process and its log."""
+    """Run `bridge tinker`; yield its address once it answers, the process and its log."""
     port, log = free_port("127.0.0.1"), folder / "door.log"
     folders = [ROOT, ROOT / "cli", ROOT / "environments", ROOT / "patches", package(folder / "sdk")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     argv = [
-        sys.executable, "-m", "bridge", "tinker", "--all-weights", "--port", str(port),
-        "--save-path", str(folder / "runs"), *flags,
+        sys.executable, "-m", "bridge", "tinker", "--port", str(port), "--save-path", str(folder / "runs"), *flags,
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as out:
@@ -65,7 +64,14 @@ def door(folder: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Popen[byt
 
 
 def expected(
-    model: Path, *, base: str, pairs: list[tuple[list[int], list[int]]], lr: float, tolerance: float, is_real: bool
+    model: Path,
+    *,
+    base: str,
+    pairs: list[tuple[list[int], list[int]]],
+    lr: float,
+    tolerance: float,
+    is_real: bool,
+    is_lora: bool,
 ) -> dict[str, Any]:
     """Return what the client's checks compare with: token ids, and log-probabilities of transformers in float32."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -84,8 +90,8 @@ def expected(
             }
         )  # fmt: skip
     return {
-        "base": base, "tokenizer": str(model), "lr": lr, "is_real": is_real, "tolerance": tolerance, "texts": texts,
-        "steps": 6, "many": 32,
+        "base": base, "tokenizer": str(model), "lr": lr, "is_real": is_real, "is_lora": is_lora,
+        "tolerance": tolerance, "texts": texts, "steps": 15 if is_lora else 6, "many": 32 if is_real else 1000,
     }  # fmt: skip
 
 

@@ -45,12 +45,14 @@ from bridge.core.concurrency import gather_or_cancel
 from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt, taken
 from bridge.engine.gradients import Given, Gradients, Loss, Passes, checked, refuse_other_logprobs
+from bridge.engine.held_adapter import HeldAdapter, Kept, put_in, take_gradients
 from bridge.engine.make_trainable import prepared_of, trainable_of
 from bridge.engine.run_folder import RunFolder
 from bridge.engine.sharing import shares_of
 from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, GradientError, RewardError, UsageError
 from bridge.modes import WAYS
+from bridge.modes.lora import LoraOnRequest
 from bridge.modes.mode import RunContext
 from bridge.modes.shared_vllm import PatchedServer
 from bridge.optimizers import factory
@@ -69,6 +71,7 @@ from bridge.server.fence import FenceTimes, Update, Window
 from bridge.server.protocol import InFlight
 from bridge.types import Completion, Group, Message, Problem
 from bridge.weights import skeleton
+from bridge.weights.adapter import Adapter, AdapterShape
 from bridge.weights.attach import OpenedModel
 
 Score = Callable[[Problem, str], float]
@@ -146,7 +149,10 @@ class Policy:
         self._sleep: _Sleep | None = None
         """The fence that is open between two calls; None: there is none."""
         self._opened: OpenedModel | None = None
-        self.mode = self.ranks.run_on_all(lambda: WAYS[config.way](config, context))
+        self._adapter: HeldAdapter | None = None
+        """The adapter in the model, if several take turns in it."""
+        way = (config.mode, "on request") if context.several_adapters else config.way
+        self.mode = self.ranks.run_on_all(lambda: WAYS[way](config, context))
         """The mode: how weights reach the server."""
         try:
             lengths = [length for length in self.ranks.all_gather_object(self.mode.max_model_len) if length is not None]
@@ -283,17 +289,127 @@ class Policy:
         """
         self._refuse_to_write()
         config = self.config
-        return trainable_of(
+        made = trainable_of(
             self.opened, self.prepared,
             compute=config.compute, optimizer=config.optimizer, lr=config.learning_rate, loss=config.loss,
             sampling=config.sampling, batch_size=config.rollouts.batch_size, replicas=config.replicas,
             hosts=config.hosts, seed=config.seed, has_adapter=config.mode == "lora_only", model_name=config.model_name,
             max_model_len=self.mode.max_model_len, ranks=self.ranks,
         )  # fmt: skip
+        if isinstance(self.mode, LoraOnRequest) and self.opened.adapter is not None:
+            made.rescale(self.opened.adapter.lr_factors())
+        return made
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the trained parameters for an optimizer; tied parameters appear once."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    # Several adapters.
+
+    @property
+    def adapter(self) -> HeldAdapter:
+        """The adapter that calls of this policy sample, train, save and load. UsageError: there are not several."""
+        self._adapters()
+        assert self._adapter is not None
+        return self._adapter
+
+    def new_adapter(
+        self, *, r: int | None = None, alpha: float | None = None, seed: int = 0, modules: Iterable[str] | None = None
+    ) -> HeldAdapter:
+        """Start another adapter on the base, and use it: A random from `seed`, B zero, and a new optimizer state.
+
+        Its rank is at most that of the policy's `LoraConfig`, whose `r` and `alpha` are the defaults. `modules` are the
+        names of the modules that it adapts; by default all that have an adapter.
+
+        Raises:
+            UsageError: the policy was not attached with `several_adapters`, the rank is too high, or a module has no
+                adapter.
+        """
+        self._refuse_to_write()
+        with self._alone("new_adapter"):
+            mode, adapter = self._adapters()
+            lora = self.config.lora
+            shape = AdapterShape(
+                r=lora.r if r is None else int(r),
+                alpha=lora.alpha if alpha is None else float(alpha),
+                modules=frozenset(adapter.modules if modules is None else modules),
+            )
+            _refuse_shape(shape, adapter)
+            self._keep_adapter()
+            adapter.fill(shape, seed=seed)
+            self.trainable.optimizer.reset({})
+            self.trainable.rescale(adapter.lr_factors())
+            mode.served = None
+            self._adapter = HeldAdapter(shape)
+            return self._adapter
+
+    def use(self, adapter: HeldAdapter) -> None:
+        """Sample, train, save and load this adapter from now on. Gradients without a step stay with their adapter."""
+        self._refuse_to_write()
+        with self._alone("use"):
+            mode, matrices = self._adapters()
+            if adapter is self._adapter:
+                return
+            kept = adapter.kept
+            if kept is None:
+                raise UsageError("policy.use: this adapter belongs to a different policy", hint="policy.new_adapter()")
+            self._keep_adapter()
+            matrices.shape = adapter.shape
+            put_in(kept, self.trainable)
+            self.trainable.rescale(matrices.lr_factors())
+            self._num_passes = kept.num_passes
+            mode.served = kept.served if kept.starts == mode.num_starts else None
+            mode.is_changed = kept.is_changed
+            adapter.kept = None
+            self._adapter = adapter
+
+    def snapshot(self, name: str) -> Path:
+        """Save the adapter in use as a temporary folder for the server, without an fsync; return the folder.
+
+        It is removed with the policy.
+        """
+        with self._alone("snapshot"):
+            mode, _ = self._adapters()
+            return mode.snapshot(name)
+
+    def restart_server(self) -> None:
+        """Start the server again after it has died. Adapters are not lost: they are in this process, unlike the base.
+
+        Raises:
+            UsageError: this process did not start the server, or all weights are trained, which the server held.
+            ServerUnreachableError: it does not start.
+        """
+        with self._alone("restart_server"):
+            mode, _ = self._adapters()
+            mode.restart()
+
+    def _adapters(self) -> tuple[LoraOnRequest, Adapter]:
+        """Return the mode and the matrices of several adapters."""
+        adapter = self.opened.adapter
+        if not isinstance(self.mode, LoraOnRequest) or adapter is None:
+            raise UsageError(
+                "this policy does not train several adapters",
+                hint="bridge.attach(lora=bridge.LoraConfig(...), several_adapters=True)",
+            )
+        if self._adapter is None:
+            self._adapter = HeldAdapter(adapter.shape)
+        return self.mode, adapter
+
+    def _keep_adapter(self) -> None:
+        """Copy the adapter in use out of the model, for another one to take its place."""
+        mode, _ = self._adapters()
+        assert self._adapter is not None
+        parameters = [*self.trainable.weights.values()]
+        self._adapter.kept = Kept(
+            values=[parameter.detach().clone() for parameter in parameters],
+            gradients=take_gradients(parameters),
+            state=self.trainable.optimizer.kept_state(),
+            num_passes=self._num_passes,
+            served=mode.served,
+            is_changed=mode.is_changed,
+            starts=mode.num_starts,
+        )
+        self._num_passes = 0
 
     # Sampling.
 
@@ -400,6 +516,9 @@ class Policy:
         sampling = _changed(self.sampling, parameters)
         self._vocabulary.check_stop(sampling.stop)
         self._refuse_to_sample()
+        if isinstance(self.mode, LoraOnRequest):
+            with self._alone("sample"):  # a step of another thread would change what is saved
+                self.mode.catch_up()
         first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(int(seed) + 1, 0)
         self._num_calls += seed is None
         own = range(self.ranks.dp_rank, len(whole), self.ranks.dp_size) if self.ranks.is_tp_rank_zero else range(0)
@@ -1314,6 +1433,24 @@ def _refuse_no_optimizer(call: str, optimizer: object) -> None:
         raise UsageError(
             f"policy.{call}: optimizer is {described(optimizer)}, expected an optimizer of torch or of Bridge",
             hint="policy.optimizer(lr=1e-6)",
+        )
+
+
+def _refuse_shape(shape: AdapterShape, adapter: Adapter) -> None:
+    if not 1 <= shape.r <= adapter.max_rank:
+        raise UsageError(
+            f"policy.new_adapter: r is {shape.r}, expected 1 to {adapter.max_rank}, the rank of the policy's lora",
+            hint="attach with lora=bridge.LoraConfig(r=...) of the highest rank",
+        )
+    if not 0 < shape.alpha < math.inf:
+        raise UsageError(
+            f"policy.new_adapter: alpha is {shape.alpha}, expected a number above 0", hint="leave alpha out"
+        )
+    unknown = sorted(shape.modules - adapter.modules.keys())
+    if unknown or not shape.modules:
+        raise UsageError(
+            f"policy.new_adapter: {f'the module {unknown[0]} has no adapter' if unknown else 'modules is empty'}",
+            hint=f"names such as {min(adapter.modules)}",
         )
 
 

@@ -24,6 +24,7 @@ from bridge.config import OptimizerConfig, SamplingConfig
 from bridge.core.interrupt import acting_interrupt
 from bridge.engine.reference import Reference
 from bridge.errors import UsageError, first_line
+from bridge.optimizers import factory
 from bridge.optimizers.gradient_hooks import added_in_float32
 from bridge.optimizers.in_place import InPlaceOptimizer, number
 from bridge.passes.budget import Budget
@@ -176,6 +177,13 @@ class Trainable:
             None if weight_decay is None else number(weight_decay),
         )
         self._max_norm = norm
+
+    def rescale(self, lr_factors: Mapping[str, float]) -> None:
+        """Train parameters that are stored multiplied by these factors, by name, as if they were not."""
+        self.optimizer.regroup(
+            factory.scaled_group(self.weights[name], factor, lr=self.lr, weight_decay=self.choices.weight_decay)
+            for name, factor in lr_factors.items()
+        )
 
     def exchange(self) -> float:
         """Sum the gradients over all ranks, and return their global norm (waits for the device)."""

@@ -326,6 +326,93 @@ class LoraDisk(_LoraMode):
         self.version = version
 
 
+class LoraOnRequest(LoraDisk):
+    """Train several adapters on one base in turn; the server loads a version of one only when it is sampled."""
+
+    served: int | None = None
+    """Version under which the server has loaded the adapter that is in the model; None: it has not."""
+    is_changed = False
+    """Whether the adapter has changed since then."""
+
+    @property
+    def num_starts(self) -> int:
+        """Number of times that this process has restarted the server."""
+        return self._num_starts
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server and the adapter that is in the model, as `catch_up` has loaded it."""
+        version = self.version if self.served is None else self.served
+        return Endpoint(url=self._client.url, model=f"{ADAPTER}-{version}", version=version)
+
+    def catch_up(self) -> None:
+        """Let the server load the adapter that is in the model, unless it has."""
+        if self.served is not None and not self.is_changed:
+            return
+        before = self.served
+        self._serve(self.version + 1)
+        self.served = self.version
+        self.is_changed = False
+        if before is not None:
+            self._forget(before)
+
+    def publish(self, update: Update) -> AbstractContextManager[Window]:
+        """Let the block write; nothing is sent to the server."""
+        assert not update.sleep, "nothing pauses the server, so nothing would wake it"
+        return fence.run(update, self._advance, ranks=self._run.ranks)
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        self._adapter.load(checkpoint)
+        self.version = max(version, self._advance())
+
+    def restart(self) -> None:
+        """Start the server again. UsageError: this process did not start it."""
+        if self._run.process is None:
+            raise UsageError(
+                f"the server at {self._client.url} was started by another process, which would have to restart it",
+                hint="start it again, and attach again",
+            )
+        self.revive(None)
+
+    def snapshot(self, name: str) -> Path:
+        """Save the adapter that is in the model as a scratch folder; return it."""
+        return self._run.saved(name, self._adapter.save)
+
+    def _advance(self) -> int:
+        self.version += 1
+        self.is_changed = True
+        return self.version
+
+    def _add_adapter(self, base: OpenedModel) -> OpenedModel:
+        lora = self._config.lora
+        opened = super()._add_adapter(base)
+        # the optimizer is laid out by learning rates, and B's may differ from A's in any later adapter
+        factors = {name: 2.0 if ".lora_B." in name else 1.0 for name in opened.lr_factors}
+        if lora.has_experts:
+            raise UsageError(
+                "several adapters cannot include routed experts", hint="leave experts out of lora_target_modules"
+            )
+        return replace(opened, lr_factors=factors)
+
+    def _serve_first(self) -> None:
+        """Unload the adapters of earlier runs; AttachError if the server is torn."""
+        if isinstance(self._client, BridgeClient) and self._exported is not None:
+            self._client.status().refuse_torn()
+            if self._exported.shards[0].lora_slots:
+                self._client.release_adapter()
+        self._served.clear()
+        shutil.rmtree(self._run.scratch, ignore_errors=True)
+        self._client.unload_earlier_adapters()
+        self.served = None
+        self.version = max(self.version, 0)
+
+    def _forget(self, version: int) -> None:
+        name = f"{ADAPTER}-{version}"
+        self._served.remove(name)
+        self._client.unload_adapter(name)
+        self._run.discard(name)
+
+
 def _fits(slot: LoraSlot, ours: Matrices) -> bool:
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
     return all(there.shape[1:] == (1, *here.shape)[-3:] for there, here in pairs)

@@ -42,6 +42,8 @@ class RunContext:
     """The server process, if this run started it."""
     ranks: Ranks = ALONE
     """The processes that train together, each with its own server."""
+    several_adapters: bool = False
+    """Whether adapters take turns in the model, and the server loads those that are sampled."""
     reads_only: bool = False
     """Whether this process never writes, so that a different process may train on the same server."""
 

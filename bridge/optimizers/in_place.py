@@ -5,6 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ from bridge.optimizers.gradient_hooks import norm_of
 
 EPS = 1e-8
 """Added to the denominator of an update."""
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A copy of an optimizer's state, in its stored form."""
+
+    tensors: list[Tensor]
+    steps: Mapping[Tensor, int]
+    """Number of updates of each parameter."""
 
 
 class InPlaceOptimizer(torch.optim.Optimizer):
@@ -48,9 +58,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         _check_parameters(self._factors)
         self._rates = [float(group["lr"]) for group in self.param_groups]
         """Each group's learning rate before `scale_rates`."""
-        self._made_with = [
-            {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in self.param_groups
-        ]
+        self._made_with = [_hyperparameters_of(group) for group in self.param_groups]
         """Each group's other hyperparameters before `replace_hyperparameters`."""
         self._steps = dict.fromkeys(self._factors, 0)
         """Number of updates of each parameter."""
@@ -86,6 +94,24 @@ class InPlaceOptimizer(torch.optim.Optimizer):
                 group["eps"] = eps / group["factor"]
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay / group["factor"]
+
+    def regroup(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Train with the hyperparameters of these groups, one for each that the optimizer was made with, in order."""
+        for group, new in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in new.items() if name != "params"})
+            self._factors.update(dict.fromkeys(group["params"], float(group["factor"])))
+        self._rates = [float(group["lr"]) for group in self.param_groups]
+        self._made_with = [_hyperparameters_of(group) for group in self.param_groups]
+
+    def kept_state(self) -> "KeptState":
+        """Return a copy of the whole state, for `put_back`."""
+        return KeptState([tensor.clone() for tensor in self._state()], dict(self._steps))
+
+    def put_back(self, kept: "KeptState") -> None:
+        """Continue from a result of `kept_state`."""
+        self._steps = dict(kept.steps)
+        for tensor, copy in zip(self._state(), kept.tensors, strict=True):
+            tensor.copy_(copy)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -215,6 +241,10 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         self.reset({parameters[index]: parts["step"] for index, parts in state.items()})
         for (index, name), copy in copies.items():
             self.put(parameters[index], {name: copy})
+
+
+def _hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("betas", "eps", "weight_decay")}
 
 
 def check_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> None:

@@ -20,10 +20,9 @@ import httpx
 from bridge.core.http_limits import Refusal
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.server.client import VllmClient, error_message, open_async_http
-from bridge.server.protocol import InFlight
 from bridge.tinker import wire
 from bridge.tinker.paths import KINDS, SavedPath
-from bridge.tinker.training import Trainer
+from bridge.tinker.training import SamplingClient, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +77,6 @@ class Session:
     models: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class SamplingClient:
-    """What a sampling session samples from."""
-
-    version: int | None
-    """The version of the weights; None: whichever is newest (`inflight`)."""
-    path: str | None = None
-
-
 class Service:
     """The API's state, and what its calls do."""
 
@@ -100,14 +90,11 @@ class Service:
         self._lines: dict[str, Line] = {}
         self.sessions: dict[str, Session] = {}
         self.samplers: dict[str, SamplingClient] = {}
-        self._served_paths: dict[str, int] = {}
-        """Path of named sampler weights -> their version."""
-        self._num_snapshots_sampling = 0
-        """Requests in flight of clients that must not see newer weights."""
         self._sampling: dict[str, asyncio.Task[Answer]] = {}
-        with VllmClient(self.policy.url) as client:
-            self._served_name = client.models()[0].id
         self._http: httpx.AsyncClient | None = None
+        self._restarting = asyncio.Lock()
+        self._num_starts = 0
+        """Number of times that vLLM was restarted."""
 
     # Futures.
 
@@ -190,9 +177,19 @@ class Service:
         """Return the id of a model of this session; Refusal if another session's has the weights."""
         self.heartbeat(session_id)
         model_id = f"{session_id}:train:{int(number)}"
-        for other, session in self.sessions.items():
-            if other != session_id and self._has_weights(session):
-                silent_s = time.monotonic() - session.seen
+        held = {name: self._held(session) for name, session in self.sessions.items()}
+        if self.trainer.is_lora:
+            number = sum(map(len, held.values()))
+            if number >= self.trainer.most_models:
+                raise Refusal(
+                    f"{number} adapters are trained already, the most that this server trains at once: wait until a"
+                    f" client ends, or start it with --max-adapters {number + 1}",
+                    status=409,
+                )
+            return model_id
+        for other, models in held.items():
+            if other != session_id and models:
+                silent_s = time.monotonic() - self.sessions[other].seen
                 raise Refusal(
                     f"another client trains all weights: its last sign of life was {silent_s:.0f} s ago; wait until it"
                     " ends, or start a server for each",
@@ -200,11 +197,13 @@ class Service:
                 )
         return model_id
 
-    def _has_weights(self, session: Session) -> bool:
-        """Return whether a model of this session is trained, or is being made."""
-        trained = None if self.trainer.model is None else self.trainer.model.id
-        starts = [self._futures.get(f"{model}:{kind}") for model in session.models for kind in ("create", "load")]
-        return trained in session.models or any(start is not None and not start.done() for start in starts)
+    def _held(self, session: Session) -> set[str]:
+        """Return the models of a session that are trained, or are being made."""
+        starts = {
+            model: [self._futures.get(f"{model}:{kind}") for kind in ("create", "load")] for model in session.models
+        }
+        begun = {model for model, kinds in starts.items() if any(one is not None and not one.done() for one in kinds)}
+        return begun | (session.models & self.trainer.models.keys())
 
     def _add_model(self, session_id: str, model_id: str) -> None:
         self.sessions[session_id].models.add(model_id)
@@ -236,15 +235,14 @@ class Service:
             del self.samplers[name]
 
         def free() -> Answer:
-            model = self.trainer.model
-            if model is not None and model.id in session.models:
+            for model_id in session.models:
                 try:
-                    self.trainer.free(why)
+                    self.trainer.free(model_id, why)
                 except BridgeError as error:  # nobody waits for this result
-                    logger.warning(f"model {model.id} is not freed, because it cannot be saved: {error.message}")
-                    raise
+                    logger.warning(f"model {model_id} is not freed, because it cannot be saved: {error.message}")
             return {}
 
+        self.trainer.forget_samplers(session.models)
         if session.models:
             self._do(asyncio.get_running_loop().create_future(), free)
 
@@ -266,29 +264,20 @@ class Service:
         return self.ordered(request.model_id, request.seq_id, "pass", work)
 
     def step(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        def work() -> Answer:
-            # requests of a snapshot end with the weights that they began with; all others see the new ones
-            in_flight: InFlight = "wait" if self._num_snapshots_sampling else "keep"
-            return self.trainer.step(body, in_flight=in_flight)
-
-        return self.ordered(body["model_id"], body["seq_id"], "step", work)
+        return self.ordered(body["model_id"], body["seq_id"], "step", lambda: self.trainer.step(body))
 
     def save(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return self.ordered(body["model_id"], body["seq_id"], "save", lambda: self.trainer.save(body))
 
     def save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Let a client sample from the weights as they are in this request's turn."""
-        kind = body.get("kind") or "snapshot"
 
         def work() -> Answer:
-            model = self.trainer.current(body["model_id"])
-            version = self.policy.version
-            if body.get("path") is not None:
-                path = self.trainer.save_for_sampler(body)
-                self._served_paths[path] = version
-                return {"path": path, "type": "save_weights_for_sampler"}
-            name = f"{model.id}:sample:{body['seq_id']}"
-            self.samplers[name] = SamplingClient(None if kind == "inflight" else version)
+            saved = self.trainer.save_for_sampler(body)
+            if isinstance(saved, str):
+                return {"path": saved, "type": "save_weights_for_sampler"}
+            name = f"{body['model_id']}:sample:{body['seq_id']}"
+            self.samplers[name] = saved
             return {"sampling_session_id": name, "type": "save_weights_for_sampler"}
 
         return self.ordered(body["model_id"], body["seq_id"], "sampler", work)
@@ -300,30 +289,8 @@ class Service:
         name = f"{body['session_id']}:sampler:{body['sampling_session_seq_id']}"
         if name not in self.samplers:
             self.heartbeat(body["session_id"])
-            self.samplers[name] = self._sampling_client(body.get("model_path"), body.get("base_model"))
+            self.samplers[name] = self.trainer.sampler(body.get("model_path"), body.get("base_model"))
         return name
-
-    def _sampling_client(self, path: str | None, base_model: str | None) -> SamplingClient:
-        trainer = self.trainer
-        if path is None:
-            if base_model != trainer.base_name:
-                raise Refusal(f"this server has the model {trainer.base_name!r}, and {base_model!r} was requested")
-            if trainer.base_version is None:
-                raise Refusal(
-                    f"{base_model} itself is not served any more: one copy of all weights has those of version"
-                    f" {self.policy.version} alone, which a client has trained"
-                )
-            return SamplingClient(trainer.base_version)
-        saved = SavedPath.parse(path)
-        folder = trainer.checkpoints.found(saved)
-        version = self._served_paths.get(str(saved))
-        if version != self.policy.version:
-            raise Refusal(
-                f"{path} is an older checkpoint than the weights that are served: one copy of all weights has version"
-                f" {self.policy.version} alone. Load it into a training client, or serve it by itself:"
-                f" bridge serve-vllm --model {folder}"
-            )
-        return SamplingClient(version, path)
 
     def sample(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Start to sample, and answer with the name of the future and those of the sequences."""
@@ -336,7 +303,7 @@ class Service:
         name = f"{session}:{body.get('seq_id')}" if session else str(uuid.uuid4())
         if name not in self._futures:
             if session is None:
-                client = self._sampling_client(body.get("model_path"), body.get("base_model"))
+                client = self.trainer.sampler(body.get("model_path"), body.get("base_model"))
             elif session in self.samplers:
                 client = self.samplers[session]
             else:
@@ -363,29 +330,50 @@ class Service:
             if body.get(unknown):
                 raise UsageError(f"{unknown} is not supported{instead}", hint="leave it out")
         prompt = _prompt(body)
-        is_snapshot = client.version is not None
-        self._refuse_old(client)
-        self._num_snapshots_sampling += is_snapshot
+        starts = self._num_starts
         try:
-            reply = await self._generated(body, prompt)
-        finally:
-            self._num_snapshots_sampling -= is_snapshot
-        self._refuse_old(client)  # what was sampled meanwhile may be of newer weights
+            reply = await self._reply(client, body, prompt)
+        except ServerUnreachableError:
+            if not await self._restarted(starts):
+                raise
+            reply = await self._reply(client, body, prompt)
+        self.trainer.check_sampled(client)  # what was sampled meanwhile may be of newer weights
         return wire.sample_result(reply, body, prompt)
 
-    def _refuse_old(self, client: SamplingClient) -> None:
-        if client.version not in (None, self.policy.version):
-            raise UsageError(
-                f"this sampling client is a snapshot of version {client.version}, and one copy of all weights has"
-                f" version {self.policy.version} alone",
-                hint='make a new client after optim_step, or one of kind="inflight"',
-            )
+    async def _reply(self, client: SamplingClient, body: Mapping[str, Any], prompt: list[int]) -> dict[str, Any]:
+        model = await self.trainer.served_name(client)
+        try:
+            return await self._generated(body, prompt, model)
+        finally:
+            self.trainer.sampled(client, model)
 
-    async def _generated(self, body: Mapping[str, Any], prompt: list[int]) -> dict[str, Any]:
+    async def _restarted(self, starts: int) -> bool:
+        """Start vLLM again if it is dead; return whether it now serves. `starts` is how often it was, at first."""
+        async with self._restarting:
+            if self._num_starts != starts:
+                return True
+            if await asyncio.to_thread(self._is_well):
+                return False
+            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            self._do(future, lambda: {"restarted": self.trainer.restart_server()})
+            answer = await future
+            is_up = isinstance(answer, dict) and answer.get("restarted") is True
+            self._num_starts += is_up
+            return is_up
+
+    def _is_well(self) -> bool:
+        try:
+            with VllmClient(self.policy.url) as client:
+                client.check_health()
+        except ServerUnreachableError:
+            return False
+        return True
+
+    async def _generated(self, body: Mapping[str, Any], prompt: list[int], model: str) -> dict[str, Any]:
         """Return vLLM's answer: token ids in, token ids with log-probabilities out."""
         if self._http is None:
             self._http = open_async_http()
-        request = _generate_request(body, prompt, self._served_name, self.policy.max_model_len)
+        request = _generate_request(body, prompt, model, self.policy.max_model_len)
         try:
             answer = await self._http.post(f"{self.policy.url}/generate", json=request)
         except httpx.HTTPError as error:
@@ -406,6 +394,7 @@ class Service:
             task.cancel()
         if self._http is not None:
             await self._http.aclose()
+        await self.trainer.close()
 
     # What there is.
 
@@ -417,13 +406,13 @@ class Service:
         return {"supported_models": [model]}
 
     def info(self, model_id: str) -> dict[str, Any]:
-        model = self.trainer.model
-        if model is None or model.id != model_id:
+        model = self.trainer.models.get(model_id)
+        if model is None:
             raise Refusal(f"there is no model {model_id}", status=404)
         name = self.trainer.base_name
         return {
-            "type": "get_info", "model_id": model.id, "model_name": name, "is_lora": False, "lora_rank": model.rank,
-            "model_data": {"model_name": name, "tokenizer_id": self.policy.model_name},
+            "type": "get_info", "model_id": model.id, "model_name": name, "is_lora": self.trainer.is_lora,
+            "lora_rank": model.rank, "model_data": {"model_name": name, "tokenizer_id": self.policy.model_name},
         }  # fmt: skip
 
     def run(self, run: str) -> dict[str, Any]:
@@ -437,9 +426,11 @@ class Service:
             for kind in KINDS.values()
         }
         times = [one["time"] for one in newest.values() if one is not None]
+        is_lora = self.trainer.is_lora
         return {
-            "training_run_id": run, "base_model": about["base_model"], "model_owner": "you", "is_lora": False,
-            "lora_rank": None, "last_request_time": max(times, default="1970-01-01T00:00:00+00:00"),
+            "training_run_id": run, "base_model": about["base_model"], "model_owner": "you", "is_lora": is_lora,
+            "lora_rank": about["rank"] if is_lora else None,
+            "last_request_time": max(times, default="1970-01-01T00:00:00+00:00"),
             "last_checkpoint": newest["training"], "last_sampler_checkpoint": newest["sampler"],
             "user_metadata": {key: str(value) for key, value in about["user_metadata"].items()},
         }  # fmt: skip

@@ -15,6 +15,8 @@ from bridge.core.interrupt import next_item, wait_until
 from bridge.engine.policy import Policy
 from bridge.errors import UsageError
 from bridge.tinker import api, wire
+from bridge.tinker.adapters import Adapters
+from bridge.tinker.all_weights import AllWeights
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Job, Service
 from bridge.tinker.training import Trainer
@@ -35,6 +37,17 @@ def check_key(host: str, key: str | None) -> None:
             f"--host {host} is reachable from other machines, and there is no API key",
             hint=f"--api-key {api.PREFIX}SECRET, or leave --host out",
         )
+
+
+def trainer_of(policy: Policy, folder: Path, *, base_name: str, most_adapters: int | None) -> Trainer:
+    """Return what trains clients' models, whose checkpoints are below `folder`; `most_adapters` None: all weights.
+
+    Raises:
+        UsageError: the server takes no adapters, or there is no folder of the base model's weights.
+    """
+    if most_adapters is None:
+        return AllWeights(policy, base_folder(policy.model_name), base_name, Checkpoints(folder))
+    return Adapters(policy, base_name, Checkpoints(folder), most_models=most_adapters)
 
 
 def base_folder(model: str) -> Path:
@@ -62,26 +75,20 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def serve(
-    policy: Policy, *, base: Path, base_name: str, folder: Path, host: str, port: int, key: str | None
-) -> list[str]:
+def serve(trainer: Trainer, *, host: str, port: int, key: str | None) -> list[str]:
     """Answer clients until Ctrl-C; return the paths of what was saved at the end.
-
-    `base` is the folder of the weights that new models start from, `base_name` the model's name for clients.
 
     Raises:
         UsageError: the address cannot be used, or the SDK's messages are missing.
     """
     wire.messages()
     jobs: SimpleQueue[Job] = SimpleQueue()
-    trainer = Trainer(policy, base, base_name, Checkpoints(folder))
     with _answering(Service(trainer, jobs), host, port, key):
         try:
             while True:
                 next_item(jobs)()
         except KeyboardInterrupt:
-            path = trainer.rescue("interrupted")
-            return [] if path is None else [path]
+            return trainer.rescue()
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """What the calls of a training client do to the policy. One thread calls it: the main one, where Ctrl-C is deferred.
 
-All weights are trained, so there is one model at a time: it has the server's memory.
+Two kinds of trainers differ in what a model is: all weights, of one model at a time (`all_weights.py`), or an adapter
+beside others (`adapters.py`). What both have in common is here. Methods about sampling run in the event loop.
 Shape suffixes: N rows, as many as a datum has positions; K targets of a row, X: nothing, or K.
 """
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bridge.core.http_limits import Refusal
+from bridge.engine.held_adapter import HeldAdapter
 from bridge.engine.policy import Policy
-from bridge.errors import UsageError
+from bridge.errors import BridgeError, UsageError
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.server.protocol import InFlight
 from bridge.tinker.losses import OF_RATIOS, Config, LossFunction, Rows, cross_entropy, refuse_other
@@ -31,8 +35,6 @@ ADAM = {
 }  # fmt: skip
 """The SDK's `AdamParams`, with its defaults."""
 
-REPLACED = "another model took its place: all weights are one copy, which has one model at a time"
-
 
 @dataclass
 class Model:
@@ -40,40 +42,76 @@ class Model:
 
     id: str
     rank: int
-    """The rank that the client asked for; all weights are trained."""
+    """The rank that the client asked for; if all weights are trained, it means nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     num_steps: int = 0
     is_saved: bool = True
     """Whether no step was taken since the last checkpoint of it."""
+    adapter: HeldAdapter | None = None
+    """Its weights, unless all weights are trained."""
+    parts: Mapping[str, bool] = field(default_factory=dict)
+    """Fields of the SDK's `LoraConfig` that choose the adapter's modules."""
+    live: str | None = None
+    """Snapshot of its newest weights, if `inflight` clients sample from them."""
 
 
-class Trainer:
-    """The policy, and the model that trains it."""
+@dataclass(frozen=True)
+class SamplingClient:
+    """What a sampling session samples from."""
 
-    def __init__(self, policy: Policy, base: Path, base_name: str, checkpoints: Checkpoints) -> None:
-        """Take an attached policy; `base` is the folder of the weights that a new model starts from."""
+    version: int | None = None
+    """The version that all weights must have; None: any."""
+    path: str | None = None
+    """The checkpoint that the client named."""
+    snapshot: str | None = None
+    """The adapter's snapshot; None: no adapter, or the newest of `follows`."""
+    follows: str | None = None
+    """The model whose newest adapter is sampled."""
+
+
+class Trainer(ABC):
+    """The policy, and the models that it trains."""
+
+    is_lora: bool
+    """Whether models are adapters."""
+    most_models: int
+    """Models that exist at once."""
+
+    def __init__(self, policy: Policy, base_name: str, checkpoints: Checkpoints) -> None:
+        """Take an attached policy; clients know the base model as `base_name`."""
         self.policy = policy
         self.base_name = base_name
         self.checkpoints = checkpoints
-        self._base = base
-        self.base_version: int | None = policy.version if policy.version == 0 else None
-        """The version that is the base model's; None: its weights were trained since."""
-        self.model: Model | None = None
-        self._replaced: dict[str, str] = {}
+        self.models: dict[str, Model] = {}
+        self._gone: dict[str, str] = {}
         """Model -> why it is no more."""
 
     def current(self, model_id: str) -> Model:
-        """Return a model; UsageError if it is not the one that is trained."""
-        if self.model is not None and self.model.id == model_id:
-            return self.model
-        raise UsageError(
-            f"model {model_id}: {self.why_gone(model_id)}",
-            hint="create_training_client_from_state_with_optimizer(PATH) continues from a checkpoint",
-        )
+        """Return a model, and let the policy train it; UsageError if there is none."""
+        model = self.models.get(model_id)
+        if model is None:
+            raise UsageError(
+                f"model {model_id}: {self.why_gone(model_id)}",
+                hint="create_training_client_from_state_with_optimizer(PATH) continues from a checkpoint",
+            )
+        self._take(model)
+        return model
 
     def why_gone(self, model_id: str) -> str:
         """Return why there is no such model."""
-        return self._replaced.get(model_id, "there is no such model: this server was restarted, or never had it")
+        return self._gone.get(model_id, "there is no such model: this server was restarted, or never had it")
+
+    @abstractmethod
+    def _take(self, model: Model) -> None:
+        """Let the policy train a model."""
+
+    @abstractmethod
+    def _start(self, model_id: str, lora: Mapping[str, Any]) -> Model:
+        """Return a new model with the base model's weights; the policy trains it."""
+
+    @abstractmethod
+    def _start_from(self, model_id: str, path: SavedPath) -> Model:
+        """Return a new model with room for the weights of a checkpoint; the policy trains it."""
 
     def create(self, model_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Start a model from the base model's weights, with a new optimizer."""
@@ -83,66 +121,74 @@ class Trainer:
             raise UsageError(
                 f"optimizer_config {kind!r} is not supported, expected adamw", hint="AdamOptimizerConfig()"
             )
-        self.free(REPLACED)
-        if self.base_version != self.policy.version:
-            self.policy.load(self._base)
-            self.base_version = self.policy.version
-        rank = int((body.get("lora_config") or {}).get("rank", 0))
-        if rank:
-            logger.info(f"model {model_id}: all weights are trained, not an adapter of rank {rank}: use smaller rates")
-        self._begin(model_id, rank, body.get("user_metadata"))
+        self._add(self._start(model_id, body.get("lora_config") or {}), body)
         return {"model_id": model_id, "type": "create_model"}
 
     def load(self, model_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Load a checkpoint into a model, or start one from it."""
         path = SavedPath.parse(str(body["path"]))
         folder = self.checkpoints.found(path)
-        rank = int(self.checkpoints.about(path.run)["rank"])
         self._refuse_other_base(body.get("base_model"))
-        is_new = self.model is None or self.model.id != model_id
-        if is_new and model_id in self._replaced:
-            self.current(model_id)
-        if is_new:
-            self.free(REPLACED)
+        if model_id in self.models or model_id in self._gone:
+            model = self.current(model_id)
+            self._read(folder, body)
+        else:
+            model = self._start_from(model_id, path)
+            self._read(folder, body)
+            self._add(model, body)
+        self._weights_changed(model)
+        model.is_saved = True
+        return {"path": str(path), "model_id": model_id, "type": "load_weights"}
+
+    def _read(self, folder: Path, body: Mapping[str, Any]) -> None:
         if body.get("optimizer"):
             self.policy.load_state(folder)
         else:
             self.policy.load(folder)
-        self.base_version = None
-        if is_new:
-            self._begin(model_id, rank, body.get("user_metadata"))
-        assert self.model is not None
-        self.model.is_saved = True
-        return {"path": str(path), "model_id": model_id, "type": "load_weights"}
 
-    def _begin(self, model_id: str, rank: int, metadata: Mapping[str, Any] | None) -> None:
-        self.model = Model(model_id, rank, metadata or {})
-        self._replaced.pop(model_id, None)
-        self.checkpoints.describe(
-            model_id, {"rank": rank, "base_model": self.base_name, "user_metadata": dict(metadata or {})}
-        )
+    def _add(self, model: Model, body: Mapping[str, Any]) -> None:
+        model.metadata = body.get("user_metadata") or {}
+        self.models[model.id] = model
+        self._gone.pop(model.id, None)
+        self.checkpoints.describe(model.id, {**self._about(model), "user_metadata": dict(model.metadata)})
 
-    def free(self, why: str) -> None:
-        """Let the next model take the weights, and save those of this one that no checkpoint has.
+    def _about(self, model: Model) -> dict[str, Any]:
+        """Return what later models need to know of a model's checkpoints."""
+        return {"rank": model.rank, "base_model": self.base_name}
+
+    def free(self, model_id: str, why: str) -> None:
+        """Let other models take a model's place, and save its weights if no checkpoint has them.
 
         Requests of it are refused with the reason.
         """
-        if self.model is None:
+        if model_id not in self.models:
             return
-        path = self.rescue("freed")
+        model = self.current(model_id)
+        path = self._rescue(model, "freed")
         where = "" if path is None else f"; its weights are at {path}"
-        logger.info("model %s is freed: %s%s", self.model.id, why, where)
-        self._replaced[self.model.id] = f"{why}{where}"
-        self.model = None
+        logger.info("model %s is freed: %s%s", model_id, why, where)
+        self._gone[model_id] = f"{why}{where}"
+        del self.models[model_id]
         self.policy.drop_gradients()
 
-    def rescue(self, name: str) -> str | None:
-        """Save a model whose steps no checkpoint has; return the path, or None if there is nothing to save."""
-        if self.model is None or self.model.is_saved:
+    def rescue(self) -> list[str]:
+        """Save every model whose steps no checkpoint has, and return the paths; one that cannot be saved is logged."""
+        paths = []
+        for model_id in self.models:
+            try:
+                path = self._rescue(self.current(model_id), "interrupted")
+            except BridgeError as error:
+                logger.warning("model %s cannot be saved: %s", model_id, error.message)
+                continue
+            paths += [] if path is None else [path]
+        return paths
+
+    def _rescue(self, model: Model, name: str) -> str | None:
+        if model.is_saved:
             return None
-        path = SavedPath(self.model.id, "weights", f"{name}-{self.model.num_steps}")
-        self.policy.save_state(self.checkpoints.to_write(path, overwrite=True), step=self.model.num_steps)
-        self.model.is_saved = True
+        path = SavedPath(model.id, "weights", f"{name}-{model.num_steps}")
+        self.policy.save_state(self.checkpoints.to_write(path, overwrite=True), step=model.num_steps)
+        model.is_saved = True
         return str(path)
 
     def _refuse_other_base(self, name: str | None) -> None:
@@ -151,6 +197,37 @@ class Trainer:
                 f"this server has the model {self.base_name!r}, and {name!r} was requested",
                 hint=f"bridge tinker --model MODEL --base-model {name}",
             )
+
+    def _refuse_base(self, name: str | None) -> None:
+        """Raise Refusal unless a sampling client asks for the base model."""
+        if name != self.base_name:
+            raise Refusal(f"this server has the model {self.base_name!r}, and {name!r} was requested")
+
+    # Sampling, in the event loop.
+
+    @abstractmethod
+    def sampler(self, path: str | None, base_model: str | None) -> SamplingClient:
+        """Return a client of a checkpoint or of the base model; Refusal, UsageError: it cannot be sampled."""
+
+    @abstractmethod
+    async def served_name(self, client: SamplingClient) -> str:
+        """Return the name under which vLLM serves what a client samples from; UsageError: it does not any more."""
+
+    def check_sampled(self, client: SamplingClient) -> None:  # noqa: B027 - adapters do not change while they are sampled
+        """Raise UsageError if what a client has sampled may be of other weights than its own."""
+
+    def sampled(self, client: SamplingClient, name: str) -> None:  # noqa: B027 - same reason
+        """Note that a request of a client has ended; `name` is what `served_name` returned."""
+
+    def restart_server(self) -> bool:
+        """Start vLLM again after it has died; False: its death cannot be survived. The main thread calls it."""
+        return False
+
+    def forget_samplers(self, model_ids: set[str]) -> None:  # noqa: B027 - same reason
+        """Forget the snapshots of models whose session is over."""
+
+    async def close(self) -> None:  # noqa: B027 - same reason
+        """Close what sampling needs."""
 
     # Passes and steps.
 
@@ -182,7 +259,7 @@ class Trainer:
         ]
         return logprobs, {"loss:sum": computed.metrics["loss"]}
 
-    def step(self, body: Mapping[str, Any], *, in_flight: InFlight) -> dict[str, Any]:
+    def step(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Take a step with the gradients, and publish it."""
         model = self.current(body["model_id"])
         if "adam_params" not in body:
@@ -196,17 +273,25 @@ class Trainer:
             eps=adam["eps"],
             weight_decay=adam["weight_decay"],
             max_norm=limit if limit > 0 else math.inf,
-            in_flight=in_flight,
+            in_flight=self._in_flight(),
         )
         model.num_steps += 1
         model.is_saved = False
-        self.base_version = None
+        self._weights_changed(model)
         metrics = {
             "unclipped_grad_l2:mean": stepped.grad_norm, "changed_weight_share:mean": stepped.changed_weight_share,
             "fence_pause_s:mean": stepped.times.pause_s, "fence_write_s:mean": stepped.times.write_s,
             "weight_version:max": float(stepped.version),
         }  # fmt: skip
         return {"metrics": metrics}
+
+    def _in_flight(self) -> InFlight | None:
+        """Return what becomes of requests in flight when a step is published; None: nothing."""
+        return None
+
+    @abstractmethod
+    def _weights_changed(self, model: Model) -> None:
+        """Note that the weights of a model have changed."""
 
     # Checkpoints.
 
@@ -219,13 +304,28 @@ class Trainer:
         model.is_saved = True
         return {"path": str(path), "type": "save_weights"}
 
-    def save_for_sampler(self, body: Mapping[str, Any]) -> str:
-        """Save the weights alone under a name, and return the path."""
+    def save_for_sampler(self, body: Mapping[str, Any]) -> str | SamplingClient:
+        """Save the weights alone under a name, and return the path; without a name, return a client of them."""
         model = self.current(body["model_id"])
+        if body.get("path") is None:
+            is_live = (body.get("kind") or "snapshot") == "inflight"
+            return self._live(model) if is_live else self._snapshot(model)
         path = SavedPath(model.id, "sampler_weights", body["path"]).checked()
         folder = self.checkpoints.to_write(path, overwrite=False)
         self.policy.save(folder)
+        self._saved_for_sampler(str(path))
         return str(path)
+
+    @abstractmethod
+    def _snapshot(self, model: Model) -> SamplingClient:
+        """Return a client of the weights as they are now."""
+
+    @abstractmethod
+    def _live(self, model: Model) -> SamplingClient:
+        """Return a client of a model's newest weights, whatever they are."""
+
+    def _saved_for_sampler(self, path: str) -> None:  # noqa: B027 - adapters are loaded from the path
+        """Note that a checkpoint has the weights as they are now."""
 
 
 class _Loss:

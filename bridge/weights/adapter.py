@@ -3,6 +3,9 @@
 vLLM stores B pre-multiplied by the scaling alpha / r, and computes y = W x + B A x. Bridge does the same: B is stored
 scaled, and PEFT's own scaling factor is 1. Saving divides B by the scaling, which gives a standard PEFT adapter.
 
+The matrices may hold a smaller adapter than they have room for (`fill`): of a lower rank, or without some modules. The
+rest of A and B is zero. So are its gradients, and therefore AdamW's updates: it stays zero, and is not saved.
+
 A rank that holds a shard of a weight holds the matching shard of its adapter: the same columns of A and the same rows
 of B. The saved adapter is always the full one, whatever the number of ranks.
 
@@ -10,6 +13,7 @@ Not covered: how vLLM gets the adapter (`bridge/modes/lora.py`).
 Source: LoRA, arXiv 2106.09685; `LoRALayerWeights.optimize` in vLLM's `lora/lora_weights.py`.
 """
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +57,21 @@ class Matrices:
     """Shape [out, r], or this rank's rows of it, multiplied by the scaling; [experts, out, r] for routed experts."""
 
 
+@dataclass(frozen=True)
+class AdapterShape:
+    """The part of the matrices that an adapter uses."""
+
+    r: int
+    alpha: float
+    modules: frozenset[str]
+    """Names of the adapted modules."""
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the adapter's output, by which B is stored multiplied."""
+        return self.alpha / self.r
+
+
 class Adapter:
     """The adapter of a model whose other weights are frozen."""
 
@@ -79,7 +98,8 @@ class Adapter:
             target_modules=_all_linear(model) if names == [ALL_LINEAR] else names or DUMMY_TARGET_MODULES,
             task_type="CAUSAL_LM",
         )
-        self.scaling = lora.alpha / lora.r
+        self.max_rank = lora.r
+        """Rank that the matrices have room for."""
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             self.peft_model = _inserted(model, settings, lora.target_modules)
@@ -96,6 +116,8 @@ class Adapter:
                 if isinstance(layer, LoraLayer):
                     layer.scaling[NAME] = 1.0
                     layer.lora_dropout.train()
+        self.shape = AdapterShape(lora.r, lora.alpha, frozenset(self.modules))
+        """The adapter that the matrices hold."""
         self.cuts = [_with_adapter(cuts_of_part, self.modules, lora.r) for cuts_of_part in cuts]
         """Each tensor-parallel rank's share of every parameter, by its name in the model with the adapter."""
         self._parts = Parts(cuts=self.cuts, tp_group=tp_group) if cuts else None
@@ -103,9 +125,25 @@ class Adapter:
             matrix = model.get_parameter(name)
             matrix.data = self._own(name, matrix.detach()).clone(memory_format=torch.contiguous_format)
 
+    def fill(self, shape: AdapterShape, *, seed: int) -> None:
+        """Replace the adapter by a new one, in place: A random from `seed`, as PEFT initializes it, and B zero.
+
+        Not for several ranks, and not for routed experts.
+        """
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for name, matrices in self.modules.items():
+                matrices.lora_a.zero_()
+                matrices.lora_b.zero_()
+                if name in shape.modules:
+                    drawn = torch.empty(shape.r, matrices.lora_a.shape[1])
+                    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
+                    matrices.lora_a[: shape.r].copy_(drawn)
+        self.shape = shape
+
     def lr_factors(self) -> dict[str, float]:
         """Return the factor by which each trained parameter is stored scaled, by its name in the model."""
-        factors = {"lora_A": 1.0, "lora_B": self.scaling}
+        factors = {"lora_A": 1.0, "lora_B": self.shape.scaling}
         return {
             f"{module}.{matrix}.{NAME}.weight": factor for module in self.modules for matrix, factor in factors.items()
         }
@@ -124,7 +162,16 @@ class Adapter:
             pieces = tensor.cpu().reshape(-1, *tensor.shape[-2:]).unbind()
             tensors |= {key: piece.clone() for key, piece in zip(names, pieces, strict=True)}
         save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-        self.peft_model.peft_config[NAME].save_pretrained(str(folder))
+        self._settings().save_pretrained(str(folder))
+
+    def _settings(self) -> peft.LoraConfig:
+        """Return PEFT's configuration of the adapter that the matrices hold."""
+        settings: peft.LoraConfig = copy.copy(self.peft_model.peft_config[NAME])
+        settings.r = self.shape.r
+        settings.lora_alpha = self.shape.alpha
+        if self.shape.modules != self.modules.keys():
+            settings.target_modules = {*self.shape.modules}
+        return settings
 
     def send_parts(self) -> None:
         """Send this rank's parts to the rank that saves; raises the same errors as `save`."""
@@ -136,10 +183,14 @@ class Adapter:
         saved = self.check(folder)
         with torch.no_grad():
             for name, parameter in self._state().items():
-                shape = self._shape(name, parameter)
-                whole = torch.stack([saved[key] for key in stored_names(name, shape)]).view(shape)
+                if not self._is_used(name):
+                    parameter.zero_()
+                    continue
+                shape = self._stored_shape(name, parameter)
+                stored = torch.stack([saved[key] for key in stored_names(name, shape)]).view(shape)
+                whole = _padded(stored, self._shape(name, parameter))
                 value = self._own(_name_of(name), whole).to(parameter.device)
-                parameter.copy_(value.double() * self.scaling if "lora_B" in name else value)
+                parameter.copy_(value.double() * self.shape.scaling if "lora_B" in name else value)
 
     def check(self, folder: Path) -> dict[str, Tensor]:
         """Return the tensors of a saved adapter; raise UsageError if they do not match this adapter."""
@@ -151,10 +202,12 @@ class Adapter:
                 f"{folder} does not contain a readable adapter: {error}", hint="name the folder of a saved adapter"
             ) from error
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        wholes = {name: self._shape(name, tensor) for name, tensor in self._state().items()}
+        wholes = {
+            name: self._stored_shape(name, tensor) for name, tensor in self._state().items() if self._is_used(name)
+        }
         expected = {key: shape[-2:] for name, shape in wholes.items() for key in stored_names(name, shape)}
         odd = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-        if odd or config.lora_alpha / config.r != self.scaling:
+        if odd or config.lora_alpha / config.r != self.shape.scaling:
             raise UsageError(
                 f"{folder} contains a different adapter: rank {config.r}, alpha {config.lora_alpha}, {len(odd)} "
                 f"matrices differ{f', first: {odd[0]}' if odd else ''}",
@@ -169,6 +222,16 @@ class Adapter:
     def _shape(self, key: str, tensor: Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape) if self._parts is None else self._parts.own[_name_of(key)].shape
 
+    def _is_used(self, key: str) -> bool:
+        """Return whether a matrix, by its name in a saved adapter, belongs to the adapter that the matrices hold."""
+        return _name_of(key).rpartition(".lora_")[0] in self.shape.modules
+
+    def _stored_shape(self, key: str, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of a full matrix of the adapter that the matrices hold."""
+        *stack, outputs, inputs = self._shape(key, tensor)
+        rank = self.shape.r
+        return (*stack, outputs, rank) if "lora_B" in key else (*stack, rank, inputs)
+
     def _state(self) -> Mapping[str, Tensor]:
         # the default, "auto", would request the model's configuration from the hub at every step
         state: Mapping[str, Tensor] = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
@@ -180,12 +243,17 @@ class Adapter:
         parts = self._parts
         if parts is not None:
             parts.check_equal({_name_of(key): tensor for key, tensor in state.items()})
-        exact = math.frexp(self.scaling)[0] == 0.5  # a power of two
+        scaling = self.shape.scaling
+        exact = math.frexp(scaling)[0] == 0.5  # a power of two
         for name, parameter in state.items():
             tensor = parameter.detach() if parts is None else parts.whole(_name_of(name), parameter)
+            if not self._is_used(name):
+                continue
+            *_, rows, columns = self._stored_shape(name, parameter)
+            tensor = tensor[..., :rows, :columns]
             if "lora_B" in name:
                 wider = torch.float64 if tensor.dtype == torch.float32 else torch.float32
-                tensor = (tensor.double() / self.scaling).to(tensor.dtype if exact else wider)
+                tensor = (tensor.double() / scaling).to(tensor.dtype if exact else wider)
             yield name, tensor
 
 
@@ -203,6 +271,15 @@ def _with_adapter(base: Mapping[str, Cut], modules: Iterable[str], rank: int) ->
         cuts[f"{module}.lora_A.{NAME}.weight"] = Cut((rank, inputs), (((0, rank),), columns))
         cuts[f"{module}.lora_B.{NAME}.weight"] = Cut((outputs, rank), (rows, ((0, rank),)))
     return cuts
+
+
+def _padded(stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a matrix of a lower rank in one of `shape`, with zeros in the rest."""
+    if stored.shape == shape:
+        return stored
+    whole = stored.new_zeros(shape)
+    whole[..., : stored.shape[-2], : stored.shape[-1]] = stored
+    return whole
 
 
 def _name_of(key: str) -> str:

@@ -17,9 +17,20 @@ from bridge_cli.serve_vllm import VllmFlags
 if TYPE_CHECKING:
     from bridge.engine.policy import Policy
 
+MaxAdapters = Annotated[
+    int | None,
+    typer.Option(
+        "--max-adapters", metavar="INTEGER", min=1, show_default=False,
+        help="Adapters that are trained at once, of all clients (default: 4).",
+    ),
+]  # fmt: skip
 AllWeights = Annotated[
-    bool, typer.Option("--all-weights", help="Train all weights, of one client's model at a time.", show_default=False)
-]
+    bool,
+    typer.Option(
+        "--all-weights", show_default=False,
+        help="Train all weights, of one client's model at a time, instead of adapters.",
+    ),
+]  # fmt: skip
 BaseModel = Annotated[
     str, option("--base-model", "TEXT", "The model's name for clients, such as Qwen/Qwen3-8B (default: --model).")
 ]
@@ -34,8 +45,11 @@ ApiKey = Annotated[
 Optimizer = Annotated[
     str, option("--optimizer", "NAME", "AdamW's state: adamw, adamw-8bit or adamw-4bit (default: adamw).")
 ]
-OWN = ("host", "port", "model", "vllm_config_path")
-"""Choices that mean the API's address, or which server: vLLM's own address is chosen for it."""
+OWN = ("host", "port", "model", "vllm_config_path", "max_lora_rank")
+"""Choices that mean the API's address, which server, or the adapters: vLLM's own are derived."""
+MOST_ADAPTERS = 4
+CACHED = 4
+"""Adapters that vLLM keeps in host memory for each that is trained: its snapshots."""
 
 
 @from_config(ServeConfig)
@@ -43,6 +57,7 @@ def tinker(
     config: ServeConfig,
     *,
     all_weights: AllWeights = False,
+    max_adapters: MaxAdapters = None,
     base_model: BaseModel = "",
     save_path: SavePath = Path("runs/tinker"),
     api_key: ApiKey = None,
@@ -51,27 +66,25 @@ def tinker(
 ) -> None:
     """Answer the tinker client: its scripts train this model, on one copy of the weights.
 
-    Starts vLLM, or attaches to the running server whose manifest is at --vllm-config-path. For example: bridge tinker
-    --model MODEL --all-weights, then TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python SCRIPT.
+    Starts vLLM, or attaches to the running server whose manifest is at --vllm-config-path. Clients train adapters
+    beside each other, of ranks up to --max-lora-rank (default: 32). For example: bridge tinker --model MODEL, then
+    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python SCRIPT.
     """
     from bridge.tinker import serving, wire
 
-    if not all_weights:
-        raise UsageError(
-            "bridge tinker trains all weights, and no adapters yet, which is its default",
-            hint="bridge tinker --model MODEL --all-weights",
-        )
+    if all_weights and (max_adapters is not None or config.max_lora_rank is not None):
+        flag = "--max-adapters" if max_adapters is not None else "--max-lora-rank"
+        raise UsageError(f"{flag} has no effect with --all-weights: there are no adapters", hint=f"leave {flag} out")
+    most = None if all_weights else max_adapters or MOST_ADAPTERS
     serving.check_key(config.host, api_key)
     wire.messages()  # before vLLM starts
-    with _policy(config, _optimizer(optimizer), vllm_flags or []) as policy:
-        base = serving.base_folder(policy.model_name)
+    with _policy(config, _optimizer(optimizer), vllm_flags or [], most) as policy:
         name = base_model or policy.model_name
+        trainer = serving.trainer_of(policy, save_path, base_name=name, most_adapters=most)
         keys = "the API key" if api_key else "any key that begins with tml-"
         url = f"http://{config.host}:{config.port}"
         console.note(f"Tinker's API for {name}: {url}, with {keys}; checkpoints in {save_path}")
-        saved = serving.serve(
-            policy, base=base, base_name=name, folder=save_path, host=config.host, port=config.port, key=api_key
-        )
+        saved = serving.serve(trainer, host=config.host, port=config.port, key=api_key)
         for path in saved:
             console.note(f"saved: {path}")
 
@@ -88,18 +101,26 @@ def _optimizer(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _policy(config: ServeConfig, optimizer: Any, vllm_flags: list[str]) -> "Iterator[Policy]":
-    """Attach to the server that the user named, or to one that is started for the block."""
+def _policy(
+    config: ServeConfig, optimizer: Any, vllm_flags: list[str], most_adapters: int | None
+) -> "Iterator[Policy]":
+    """Attach to the server that the user named, or to one that is started for the block; None: all weights."""
     from bridge import library
-    from bridge.config import PublishingConfig
+    from bridge.config import LoraConfig, PublishingConfig
+    from bridge.tinker.adapters import ALPHA, DEFAULT_RANK
     from bridge.weights import skeleton
 
     # a client may sample between a pass and its step: the KV cache keeps its memory
     sections: dict[str, Any] = {"optimizer": optimizer, "publishing": PublishingConfig(kv_sleep="never")}
+    own_flags = list[str]()
+    if most_adapters is not None:
+        rank = config.max_lora_rank or DEFAULT_RANK
+        sections |= {"lora": LoraConfig(r=rank, alpha=ALPHA), "several_adapters": True}
+        own_flags = ["--max-loras", str(most_adapters), "--max-cpu-loras", str(CACHED * most_adapters)]
     path = config.vllm_config_path
     if path is None:
         given = {name: value for name, value in config.model_dump(exclude_unset=True).items() if name not in OWN}
-        with library.serve(config.model, *vllm_flags, **sections, **given) as policy:
+        with library.serve(config.model, *own_flags, *vllm_flags, **sections, **given) as policy:
             yield policy
         return
     if vllm_flags:

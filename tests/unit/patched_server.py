@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import PlainTextResponse
 
 from bridge.core.process import ProcessIdentity
 from bridge.processes import children
@@ -43,6 +44,10 @@ class Engine:
     def __init__(self, toy: ToyServer) -> None:
         self.engine_core = self
         self._toy = toy
+        self.adapters: dict[str, str] = {}
+        """Adapter that is served -> its folder."""
+        self.sampled_from: list[str] = []
+        """Models of `generate`, in order."""
         self._running = asyncio.Event()
         self._running.set()
 
@@ -85,7 +90,10 @@ class Engine:
         return {"choices": choices}
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer `POST /generate` as `complete` does, with as many tokens as it asks for."""
+        """Answer `POST /generate` as `complete` does, with as many tokens as it asks for, of a served model."""
+        if body["model"] not in (self._toy.manifest.model, *self.adapters):
+            raise HTTPException(404, f"there is no model {body['model']}")
+        self.sampled_from.append(body["model"])
         await asyncio.sleep(0.01)
         await self._running.wait()
         tokens, prompt = [50 + index % 9 for index in range(body["max_tokens"])], body["prompt"]["prompt_token_ids"]
@@ -117,7 +125,27 @@ def app_of(toy: ToyServer) -> FastAPI:
     app, engine = FastAPI(), Engine(toy)
     app.post(COMPLETIONS)(engine.complete)  # ahead of the routes that call vLLM
     app.post("/generate")(engine.generate)
-    app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": toy.manifest.model, "owned_by": "vllm"}]})
+    adapters: dict[str, str] = engine.adapters
+
+    def load(body: dict[str, Any]) -> PlainTextResponse:
+        if not (Path(body["lora_path"]) / "adapter_model.safetensors").is_file():
+            return PlainTextResponse("no such adapter", 404)
+        adapters[body["lora_name"]] = body["lora_path"]
+        return PlainTextResponse("Success")
+
+    def unload(body: dict[str, Any]) -> PlainTextResponse:
+        found = adapters.pop(body["lora_name"], None)
+        return PlainTextResponse("Success" if found else "no such adapter", 200 if found else 404)
+
+    app.post("/v1/load_lora_adapter")(load)
+    app.post("/v1/unload_lora_adapter")(unload)
+    app.get("/v1/models")(
+        lambda: {
+            "object": "list",
+            "data": [{"id": name, "owned_by": "vllm"} for name in (toy.manifest.model, *adapters)],
+        }
+    )
+    app.get("/sampled_from")(lambda: engine.sampled_from)
     app.get("/health")(lambda: None)
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_manifest, app.state.bridge_engine = toy.manifest, engine

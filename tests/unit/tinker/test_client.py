@@ -50,7 +50,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 @contextmanager
 def door(server: LiveServer, folder: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
     """Run `bridge tinker` on a server; yield its address, the process and its log."""
-    argv = ["--model", server.manifest.model, "--vllm-config-path", str(server.path), *more]
+    argv = [
+        *(() if "--max-lora-rank" in more else ("--all-weights",)),
+        "--model",
+        server.manifest.model,
+        "--vllm-config-path",
+        str(server.path),
+        *more,
+    ]
     with tinker_sdk.door(folder, *argv) as opened:
         yield opened
 
@@ -75,14 +82,17 @@ def client(url: str, model: str, folder: Path) -> Iterator[tuple[subprocess.Pope
         log.close()
 
 
-def about(server: LiveServer) -> dict[str, Any]:
-    model = Path(server.manifest.model)
-    return tinker_sdk.expected(model, base=server.manifest.model, pairs=PAIRS, lr=1e-3, tolerance=0.05, is_real=False)
+def about(server: LiveServer, *, is_lora: bool = False) -> dict[str, Any]:
+    return tinker_sdk.expected(
+        Path(server.manifest.model), base=server.manifest.model, pairs=PAIRS, lr=3e-2 if is_lora else 1e-3,
+        tolerance=0.05, is_real=False, is_lora=is_lora,
+    )  # fmt: skip
 
 
-def test_the_real_client_passes_its_checks(server: LiveServer, tmp_path: Path) -> None:
-    with door(server, tmp_path) as (url, _, _):
-        printed = tinker_sdk.checks(url, about(server), tmp_path, limit_s=500)
+@pytest.mark.parametrize("flags", [(), ("--max-lora-rank", "8")], ids=["all weights", "adapters"])
+def test_the_real_client_passes_its_checks(server: LiveServer, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with door(server, tmp_path, *flags) as (url, _, _):
+        printed = tinker_sdk.checks(url, about(server, is_lora=bool(flags)), tmp_path, limit_s=500)
     assert printed.count("PASS") > 60, printed
 
 

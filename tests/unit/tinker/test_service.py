@@ -4,15 +4,12 @@ Not covered: the real client (`test_client.py`, `tests/cpu/test_tinker.py`), the
 """
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 
@@ -20,17 +17,17 @@ import bridge
 from bridge.core.address import free_port
 from bridge.core.http_limits import Refusal
 from bridge.errors import UsageError
-from bridge.tinker import api, wire
+from bridge.tinker import api
 from bridge.tinker import service as module
+from bridge.tinker.all_weights import AllWeights
 from bridge.tinker.paths import Checkpoints
-from bridge.tinker.service import Job, Service
-from bridge.tinker.training import Trainer
-from bridge.tinker.wire import Datum, PassRequest
+from bridge.tinker.service import Service
 from tests.models import tiny
 from tests.unit import patched_server
+from tests.unit.tinker import calls
+from tests.unit.tinker.calls import STEP, done, new_model, request, run, sampling, step
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("tinker")]
-STEP = {"adam_params": {"learning_rate": 1e-3}}
 KEY = {"x-api-key": "tml-any"}
 
 
@@ -44,63 +41,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def service(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    """A service whose jobs another thread does, as the main thread of the command does them."""
-    monkeypatch.setattr(wire, "pass_result", lambda logprobs, metrics: {"logprobs": logprobs, "metrics": metrics})
-    monkeypatch.setattr(wire, "sample_result", lambda reply, *_: {"tokens": reply["token_ids"]})
-    jobs: SimpleQueue[Job | None] = SimpleQueue()
     optimizer = bridge.OptimizerConfig(lr=1e-3)
     with closing(bridge.attach(path, optimizer=optimizer)) as policy:
         base = Path(policy.model_name)
         policy.load(base)
-        trainer = Trainer(policy, base, "base", Checkpoints(tmp_path / "runs"))
-        made = Service(trainer, jobs)  # type: ignore[arg-type]
-
-        def work() -> None:
-            while (job := jobs.get()) is not None:
-                job()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
+        with calls.served(AllWeights(policy, base, "base", Checkpoints(tmp_path / "runs")), monkeypatch) as made:
             yield made
-        finally:
-            jobs.put(None)
-            thread.join()
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
-
-
-async def done(service: Service, promise: dict[str, Any]) -> Any:
-    """Poll until the result of a request is there."""
-    while True:
-        result = await service.result(promise["request_id"])
-        if not (isinstance(result, dict) and result.get("type") == "try_again"):
-            return result
-
-
-async def new_model(service: Service, session: str | None = None, number: int = 0) -> str:
-    session = session or service.create_session()
-    body = {"session_id": session, "model_seq_id": number, "base_model": "base", "lora_config": {"rank": 8}}
-    created = await done(service, service.create_model(body))
-    assert "error" not in created, created
-    return str(created["model_id"])
-
-
-def request(model: str, seq_id: int, *tokens: int, is_forward: bool = False) -> PassRequest:
-    ids = tokens or (5, 6, 7, 8)
-    inputs = {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)}
-    return PassRequest(model, seq_id, "cross_entropy", {}, [Datum(ids[:-1], inputs)], is_forward)
 
 
 def weights(service: Service) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in service.policy.parameters()]).clone()
-
-
-async def step(service: Service, model: str, first: int) -> Any:
-    service.passes(request(model, first))
-    return await done(service, service.step({**STEP, "model_id": model, "seq_id": first + 1}))
 
 
 def test_requests_are_done_in_their_order(service: Service) -> None:
@@ -109,11 +59,11 @@ def test_requests_are_done_in_their_order(service: Service) -> None:
         late = [service.passes(request(model, number)) for number in (3, 2)]
         stepped = service.step({**STEP, "model_id": model, "seq_id": 4})
         await asyncio.sleep(0.2)
-        assert service.policy.version == service.trainer.base_version
+        version = service.policy.version
         first = service.passes(request(model, 1))
         assert all(["metrics" in await done(service, promise) for promise in (*late, first, stepped)])
-        assert service.trainer.model is not None
-        assert service.trainer.model.num_steps == 1
+        assert service.policy.version == version + 1
+        assert service.trainer.models[model].num_steps == 1
 
     run(scenario())
 
@@ -181,13 +131,6 @@ def test_a_forward_pass_adds_no_gradient(service: Service) -> None:
         assert "no gradients" in (await done(service, service.step({**STEP, "model_id": model, "seq_id": 2})))["error"]
 
     run(scenario())
-
-
-def sampling(session: str, seq_id: int = 0) -> dict[str, Any]:
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
-    return {
-        "sampling_session_id": session, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 3},
-    }  # fmt: skip
 
 
 def test_a_snapshot_is_never_answered_from_newer_weights(service: Service) -> None:
@@ -260,6 +203,8 @@ def test_a_step_waits_for_requests_of_a_snapshot(service: Service, monkeypatch: 
         model = await new_model(service)
         made = await done(service, service.save_for_sampler({"model_id": model, "seq_id": 1}))
         ways = list[str]()
+        trainer = service.trainer
+        assert isinstance(trainer, AllWeights)
         take_step = service.policy.optim_step
 
         def noted(**given: Any) -> Any:
@@ -269,9 +214,9 @@ def test_a_step_waits_for_requests_of_a_snapshot(service: Service, monkeypatch: 
         monkeypatch.setattr(service.policy, "optim_step", noted)
         promise = service.sample(sampling(made["sampling_session_id"]))
         await asyncio.sleep(0)
-        service._num_snapshots_sampling += 1
+        trainer.num_snapshots_sampling += 1
         await step(service, model, 2)
-        service._num_snapshots_sampling -= 1
+        trainer.num_snapshots_sampling -= 1
         await done(service, promise)
         await step(service, model, 4)
         assert ways == ["wait", "keep"]
@@ -292,7 +237,7 @@ def test_a_silent_session_frees_its_model_and_saves_it(service: Service, monkeyp
         for _ in range(40):
             await asyncio.sleep(0.25)
             service.heartbeat(session)
-            if service.trainer.model is None:
+            if not service.trainer.models:
                 break
         assert "no sign of life" in (await done(service, waiting))["error"]
         with pytest.raises(Refusal, match=r"its weights are at tinker://\S+/weights/freed-1"):
@@ -335,7 +280,7 @@ def test_two_clients_cannot_start_at_once(service: Service) -> None:
         service.end_session(first, "its client has ended")
         for _ in range(100):
             await asyncio.sleep(0.05)
-            if service.trainer.model is None:
+            if not service.trainer.models:
                 break
         assert "error" not in await done(service, service.create_model({"session_id": second, **body}))
 

@@ -1,0 +1,246 @@
+"""Adapters of several clients over a patched server without vLLM: what each samples from, and what outlives it.
+
+Not covered: what both kinds of weights have in common (`test_service.py`), what vLLM computes (`tests/cpu`).
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import bridge
+from bridge.core.address import free_port
+from bridge.core.http_limits import Refusal
+from bridge.tinker import adapters as module
+from bridge.tinker.adapters import Adapters
+from bridge.tinker.paths import Checkpoints
+from bridge.tinker.service import Service
+from tests.models import tiny
+from tests.scenarios import LiveServer
+from tests.unit import patched_server
+from tests.unit.tinker import calls
+from tests.unit.tinker.calls import done, new_model, request, run, sampling, step
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("tinker")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("server")
+    tiny.write(tiny.llama(), folder / "model")
+    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as served:
+        yield served
+
+
+@pytest.fixture
+def service(server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    lora = bridge.LoraConfig(r=8, alpha=32)
+    with closing(bridge.attach(server.path, lora=lora, several_adapters=True)) as policy:
+        trainer = Adapters(policy, "base", Checkpoints(tmp_path / "runs"), most_models=2)
+        with calls.served(trainer, monkeypatch) as made:
+            yield made
+
+
+def loaded(server: LiveServer) -> list[str]:
+    answer = httpx.get(f"{server.manifest.url}/v1/models", trust_env=False).json()
+    return [model["id"] for model in answer["data"][1:]]
+
+
+def sampled_from(server: LiveServer) -> str:
+    names: list[str] = httpx.get(f"{server.manifest.url}/sampled_from", trust_env=False).json()
+    return names[-1]
+
+
+async def client(service: Service, model: str, seq_id: int, **more: Any) -> str:
+    """Return a sampling client of a model."""
+    made = await done(service, service.save_for_sampler({"model_id": model, "seq_id": seq_id, **more}))
+    if "path" not in made:
+        return str(made["sampling_session_id"])
+    body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": seq_id, "model_path": made["path"]}
+    return service.create_sampling_session(body)
+
+
+async def sample(service: Service, sampler: str, seq_id: int = 0) -> Any:
+    return await done(service, service.sample(sampling(sampler, seq_id)))
+
+
+def test_each_client_samples_from_its_own_weights(service: Service, server: LiveServer) -> None:
+    async def scenario() -> None:
+        one, two = await new_model(service), await new_model(service)
+        first = await client(service, one, 1)
+        live = await client(service, one, 2, kind="inflight")
+        named = await client(service, one, 3, path="named")
+        other = await client(service, two, 1)
+        base = service.create_sampling_session(
+            {"session_id": two.partition(":")[0], "sampling_session_seq_id": 9, "base_model": "base"}
+        )
+        names = []
+        for sampler in (first, live, named, other, base):
+            assert "tokens" in await sample(service, sampler)
+            names.append(sampled_from(server))
+        assert len({*names}) == 5
+        assert names[-1] == server.manifest.model
+        await step(service, one, 4)
+        after = []
+        for sampler in (first, live, named, other, base):
+            assert "tokens" in await sample(service, sampler, 1)
+            after.append(sampled_from(server))
+        assert [a == b for a, b in zip(after, names, strict=True)] == [True, False, True, True, True]
+
+    run(scenario())
+
+
+def test_a_snapshot_has_the_weights_of_its_turn(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        await client(service, model, 1)
+        service.passes(request(model, 2))
+        service.step({**calls.STEP, "model_id": model, "seq_id": 3})
+        await client(service, model, 4)
+        trainer = service.trainer
+        assert isinstance(trainer, Adapters)
+        before, after = (load_file(kept.folder / "adapter_model.safetensors") for kept in trainer._snapshots.values())
+        assert all(not tensor.any() for name, tensor in before.items() if "lora_B" in name)
+        assert all(tensor.any() for name, tensor in after.items() if "lora_B" in name)
+
+    run(scenario())
+
+
+def test_old_snapshots_are_dropped_and_named_ones_stay(
+    service: Service, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(module, "MOST_UNNAMED", 2)
+        model = await new_model(service)
+        named = await client(service, model, 1, path="named")
+        live = await client(service, model, 2, kind="inflight")
+        samplers = []
+        for number in range(4):
+            samplers.append(await client(service, model, 3 + number))
+            assert "tokens" in await sample(service, samplers[-1])
+            assert "tokens" in await sample(service, live, number)
+        outcomes = [await sample(service, sampler, 1) for sampler in samplers]
+        assert ["tokens" in outcome for outcome in outcomes] == [False, False, True, True]
+        assert "this snapshot is gone: 2 newer ones" in outcomes[0]["error"]
+        assert "tokens" in await sample(service, named)
+        assert len(loaded(server)) == 4
+        scratch = [kept.folder for kept in service.trainer._snapshots.values()]  # type: ignore[attr-defined]
+        assert all(folder.is_dir() for folder in scratch)
+
+    run(scenario())
+
+
+def test_an_ended_client_leaves_only_what_it_named(service: Service, server: LiveServer) -> None:
+    async def scenario() -> None:
+        one, two = await new_model(service), await new_model(service)
+        with pytest.raises(Refusal, match="2 adapters are trained already"):
+            await new_model(service)
+        named, unnamed = await client(service, one, 1, path="named"), await client(service, one, 2)
+        for sampler in (named, unnamed):
+            await sample(service, sampler)
+        await step(service, one, 3)
+        session = one.partition(":")[0]
+        service.end_session(session, "its client has ended")
+        third = await new_model(service)
+        with pytest.raises(Refusal, match=r"its weights are at tinker://\S+/weights/freed-1"):
+            service.passes(request(one, 5))
+        assert "tokens" in await sample(service, await client(service, two, 1))
+        assert len(loaded(server)) == 2, "the named one, and the other client's"
+        path = f"tinker://{one}/weights/freed-1"
+        body = {"model_id": third, "seq_id": 1, "path": path, "optimizer": True}
+        assert "error" not in await done(service, service.load_weights(body))
+        assert "metrics" in await step(service, third, 2)
+
+    run(scenario())
+
+
+def test_clients_in_turn_train_as_if_alone(service: Service) -> None:
+    async def scenario() -> None:
+        losses = []
+        for number in range(2):
+            model = await new_model(service, seed=7)
+            losses.append([(await step(service, model, 1 + 2 * k))["metrics"] for k in range(3)])
+            service.end_session(model.partition(":")[0], "done")
+            assert number in (0, 1)
+        one, two = await new_model(service, seed=7), await new_model(service, seed=8)
+        beside = []
+        for k in range(3):
+            service.passes(request(one, 1 + 2 * k))
+            await step(service, two, 1 + 2 * k)
+            beside.append(await done(service, service.step({**calls.STEP, "model_id": one, "seq_id": 2 + 2 * k})))
+        norms = [[each["unclipped_grad_l2:mean"] for each in of_model] for of_model in losses]
+        assert norms[0] == norms[1] == [each["metrics"]["unclipped_grad_l2:mean"] for each in beside]
+
+    run(scenario())
+
+
+def test_chosen_modules_and_rank_are_saved(service: Service, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        lora = {"rank": 4, "train_mlp": False, "train_unembed": False}
+        session = service.create_session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": lora}
+        model = (await done(service, service.create_model(body)))["model_id"]
+        await step(service, model, 1)
+        saved = await done(service, service.save({"model_id": model, "seq_id": 3, "path": "one"}))
+        folder = tmp_path / "runs" / model.replace(":", "_") / "weights" / "one"
+        tensors = load_file(folder / "adapter_model.safetensors")
+        assert {min(tensor.shape) for tensor in tensors.values()} == {4}
+        assert all("self_attn" in name for name in tensors)
+        body = {"session_id": session, "model_seq_id": 1, "path": saved["path"], "optimizer": True}
+        resumed = (await done(service, service.load_weights(body)))["model_id"]
+        assert service.info(resumed)["lora_rank"] == 4
+        first, second = [await step(service, name, number) for name, number in ((model, 4), (resumed, 1))]
+        assert first["metrics"]["unclipped_grad_l2:mean"] == second["metrics"]["unclipped_grad_l2:mean"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"rank": 9}, "the adapter's rank is 9, expected 1 to 8"),
+        ({"rank": 0}, "--all-weights"),
+        ({"rank": 4, "train_mlp": False, "train_attn": False}, "no modules to train"),
+    ],
+)
+def test_an_impossible_adapter_is_refused(service: Service, lora: dict[str, Any], words: str) -> None:
+    async def scenario() -> None:
+        body = {"model_seq_id": 0, "base_model": "base", "lora_config": lora}
+        made = await done(service, service.create_model({"session_id": service.create_session(), **body}))
+        assert words in made["error"]
+        assert not service.trainer.models
+
+    run(scenario())
+
+
+def test_every_model_is_saved_at_the_end(service: Service) -> None:
+    async def scenario() -> None:
+        models = [await new_model(service), await new_model(service)]
+        for model in models:
+            await step(service, model, 1)
+        rescued = await asyncio.to_thread(service.trainer.rescue)
+        assert rescued == [f"tinker://{model}/weights/interrupted-1" for model in models]
+        assert not await asyncio.to_thread(service.trainer.rescue)
+
+    run(scenario())
+
+
+def test_gradients_are_zero_outside_the_adapter(service: Service) -> None:
+    """A lower rank is zeros in the full matrices, which no step may change."""
+
+    async def scenario() -> None:
+        model = await new_model(service)
+        await step(service, model, 1)
+        adapter = service.policy.opened.adapter
+        assert adapter is not None
+        for matrices in adapter.modules.values():
+            assert torch.count_nonzero(matrices.lora_a[4:]) == torch.count_nonzero(matrices.lora_b[:, 4:]) == 0
+            assert matrices.lora_b[:, :4].any()
+
+    run(scenario())
