@@ -18,6 +18,7 @@ import pytest
 
 from bridge.core.address import free_port
 from tests import tinker_sdk
+from tests.dropping_proxy import dropping
 from tests.models import tiny
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
@@ -36,6 +37,33 @@ client.forward_backward([datum], "cross_entropy").result()
 client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
 print(client.model_id, flush=True)
 input()
+"""
+
+EVERY_CALL = """
+import sys, tinker
+from tinker import types
+
+def made(client):
+    return client.result() if hasattr(client, "result") else client
+
+service = tinker.ServiceClient()
+client = made(service.create_lora_training_client(base_model=sys.argv[1], rank=4, seed=1))
+client.get_info()
+inputs = {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]}
+data = [
+    types.Datum(model_input=types.ModelInput.from_ints([5, 6, number]), loss_fn_inputs=inputs) for number in range(9)
+]
+adam = types.AdamParams(learning_rate=1e-2)
+for _ in range(4):
+    for part in (data[:5], data[5:]):
+        client.forward_backward(part, "cross_entropy")
+    print(client.optim_step(adam).result().metrics["unclipped_grad_l2:mean"])
+saved = client.save_state("one").result().path.split("/")[-1]
+path = client.save_weights_for_sampler("two").result().path
+named = made(service.create_sampling_client(model_path=path))
+for sampler in (named, made(client.save_weights_and_get_sampling_client())):
+    sampler.sample(types.ModelInput.from_ints([5, 6]), 2, types.SamplingParams(max_tokens=4)).result()
+print(saved, client.forward(data, "cross_entropy").result().metrics["loss:sum"])
 """
 
 
@@ -134,3 +162,26 @@ def test_a_killed_client_frees_its_model(server: LiveServer, tmp_path: Path) -> 
             made = http.post("create_model", json=body).json()
             result = http.post("retrieve_future", json={"request_id": made["request_id"]}).json()
     assert result == {"model_id": f"{session}:train:0", "type": "create_model"}, json.dumps(result)
+
+
+def test_lost_answers_change_no_weight(server: LiveServer, tmp_path: Path) -> None:
+    """Every route's first answer is lost, and a tenth of the others: the client repeats what was done already."""
+
+    def printed(url: str) -> str:
+        environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "PYTHONPATH": ""}
+        done = subprocess.run(
+            [tinker_sdk.PYTHON, "-c", EVERY_CALL, server.manifest.model],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    with door(server, tmp_path, "--max-lora-rank", "4") as (url, _, _):
+        expected = printed(url)
+        with dropping(url, share=0.1) as (through, proxy):
+            assert printed(through) == expected
+    routes = {route.rpartition("/")[2] for route in proxy.lost}
+    assert {
+        "create_session", "create_model", "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler",
+        "create_sampling_session", "asample", "retrieve_future", "get_info",
+    } <= routes  # fmt: skip
