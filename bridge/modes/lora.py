@@ -395,13 +395,14 @@ class LoraOnRequest(LoraDisk):
         return replace(opened, lr_factors=factors)
 
     def _serve_first(self) -> None:
-        """Unload the adapters of earlier runs; AttachError if the server is torn."""
+        """Unload the adapters of earlier runs; AttachError if the server is torn. Snapshots outlive a dead server."""
         if isinstance(self._client, BridgeClient) and self._exported is not None:
             self._client.status().refuse_torn()
             if self._exported.shards[0].lora_slots:
                 self._client.release_adapter()
+        for name in self._served:
+            self._run.discard(name)
         self._served.clear()
-        shutil.rmtree(self._run.scratch, ignore_errors=True)
         self._client.unload_earlier_adapters()
         self.served = None
         self.version = max(self.version, 0)

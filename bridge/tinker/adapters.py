@@ -108,7 +108,7 @@ class Adapters(Trainer):
         if not modules:
             raise UsageError("the adapter has no modules to train", hint="train_attn=True, or train_mlp=True")
         adapter = self.policy.new_adapter(r=rank, alpha=ALPHA, seed=seed, modules=modules)
-        return Model(model_id, rank, adapter=adapter, parts=dict(parts))
+        return Model(model_id, self._run_of(model_id), rank, adapter=adapter, parts=dict(parts))
 
     def _modules(self) -> list[str]:
         adapter = self.policy.opened.adapter

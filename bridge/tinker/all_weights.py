@@ -48,12 +48,12 @@ class AllWeights(Trainer):
         rank = int(lora.get("rank", 0))
         if rank:
             logger.info(f"model {model_id}: all weights are trained, not an adapter of rank {rank}: use smaller rates")
-        return Model(model_id, rank)
+        return Model(model_id, self._run_of(model_id), rank)
 
     def _start_from(self, model_id: str, path: SavedPath) -> Model:
         rank = int(self.checkpoints.about(path.run)["rank"])
         self._free_all()
-        return Model(model_id, rank)
+        return Model(model_id, self._run_of(model_id), rank)
 
     def _free_all(self) -> None:
         for other in [*self.models]:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from bridge.core.http_limits import Refusal
 from bridge.engine.held_adapter import HeldAdapter
-from bridge.engine.policy import Policy
+from bridge.engine.policy import Policy, Step
+from bridge.engine.run_folder import RunFolder
 from bridge.errors import BridgeError, UsageError
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.server.protocol import InFlight
@@ -30,6 +31,9 @@ from bridge.tinker.wire import Datum, PassRequest
 
 logger = logging.getLogger(__name__)
 
+RUN = "run"
+"""Folder of a model's metrics, in that of its checkpoints."""
+
 ADAM = {
     "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0,
 }  # fmt: skip
@@ -37,14 +41,49 @@ ADAM = {
 
 
 @dataclass
+class Tally:
+    """What the passes since a model's last step have measured."""
+
+    loss: float = 0.0
+    num_tokens: int = 0
+    """Tokens that count for the loss."""
+    num_known: int = 0
+    """Tokens whose log-probabilities in the sampler the client has sent."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Metric of these tokens -> its mean in a call, times their number."""
+    largest: float = 0.0
+    """The largest difference between the two log-probabilities of a token."""
+
+    def add(self, metrics: Mapping[str, float], *, num_tokens: int, num_known: int) -> None:
+        self.loss += metrics["loss"]
+        self.num_tokens += num_tokens
+        if num_known:
+            self.num_known += num_known
+            self.largest = max(self.largest, metrics["logprob_diff_max"])
+            for name in ("logprob_diff_mean", "mismatch_kl"):
+                self.sums[name] = self.sums.get(name, 0.0) + metrics[name] * num_known
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step under the names of `metrics.jsonl`."""
+        metrics = {"loss": self.loss, "tokens_trained": self.num_tokens}
+        if self.num_known:
+            metrics |= {name: total / self.num_known for name, total in self.sums.items()}
+            metrics["logprob_diff_max"] = self.largest
+        return metrics
+
+
+@dataclass
 class Model:
     """What one training client trains."""
 
     id: str
+    run: RunFolder
+    """Its metrics, as `bridge report` reads them."""
     rank: int
     """The rank that the client asked for; if all weights are trained, it means nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     num_steps: int = 0
+    tally: Tally = field(default_factory=Tally)
     is_saved: bool = True
     """Whether no step was taken since the last checkpoint of it."""
     adapter: HeldAdapter | None = None
@@ -152,6 +191,10 @@ class Trainer(ABC):
         self._gone.pop(model.id, None)
         self.checkpoints.describe(model.id, {**self._about(model), "user_metadata": dict(model.metadata)})
 
+    def _run_of(self, model_id: str) -> RunFolder:
+        """Return where the metrics of a new model go."""
+        return RunFolder(self.checkpoints.run_folder(model_id) / RUN, self.base_name, self.policy.sampling)
+
     def _about(self, model: Model) -> dict[str, Any]:
         """Return what later models need to know of a model's checkpoints."""
         return {"rank": model.rank, "base_model": self.base_name}
@@ -168,6 +211,7 @@ class Trainer(ABC):
         where = "" if path is None else f"; its weights are at {path}"
         logger.info("model %s is freed: %s%s", model_id, why, where)
         self._gone[model_id] = f"{why}{where}"
+        model.run.end()
         del self.models[model_id]
         self.policy.drop_gradients()
 
@@ -180,6 +224,7 @@ class Trainer(ABC):
             except BridgeError as error:
                 logger.warning("model %s cannot be saved: %s", model_id, error.message)
                 continue
+            self.models[model_id].run.end()
             paths += [] if path is None else [path]
         return paths
 
@@ -233,7 +278,7 @@ class Trainer(ABC):
 
     def passes(self, request: PassRequest) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
         """Compute each datum's log-probabilities and the loss; unless it is a forward pass, add the gradients."""
-        self.current(request.model_id)
+        model = self.current(request.model_id)
         refuse_other(request.loss_fn)
         ratios = OF_RATIOS.get(request.loss_fn)
         config = {} if ratios is None else ratios.chosen(request.loss_fn, request.config)
@@ -253,6 +298,12 @@ class Trainer(ABC):
         loss = _Loss(request.data, ratios, config)
         compute = self.policy.forward if request.is_forward else self.policy.forward_backward
         computed = compute(samples, loss)
+        if not request.is_forward:
+            model.tally.add(
+                computed.metrics,
+                num_tokens=sum(map(_num_counted, request.data)),
+                num_known=sum(not math.isnan(value) for one in samples for value in one.sampled_logprobs),
+            )
         logprobs = [
             found.cpu().numpy().reshape(datum.inputs["target_tokens"].shape)
             for found, datum in zip(computed.logprobs, request.data, strict=True)
@@ -277,6 +328,7 @@ class Trainer(ABC):
         )
         model.num_steps += 1
         model.is_saved = False
+        self._log_step(model, stepped, adam["learning_rate"])
         self._weights_changed(model)
         metrics = {
             "unclipped_grad_l2:mean": stepped.grad_norm, "changed_weight_share:mean": stepped.changed_weight_share,
@@ -284,6 +336,23 @@ class Trainer(ABC):
             "weight_version:max": float(stepped.version),
         }  # fmt: skip
         return {"metrics": metrics}
+
+    def _log_step(self, model: Model, stepped: Step, lr: float) -> None:
+        """Write a step's line into the model's run directory, and say it; a full disk ends no model."""
+        measured = {
+            **model.tally.metrics(), "grad_norm": stepped.grad_norm, "lr": lr,
+            "changed_weight_share": stepped.changed_weight_share,
+        }  # fmt: skip
+        model.tally = Tally()
+        model.run.add_fence(stepped.times)
+        logger.info(
+            "model %s step %d: loss %.4g over %d tokens, gradient norm %.3g",
+            model.id, model.num_steps, measured["loss"], measured["tokens_trained"], stepped.grad_norm,
+        )  # fmt: skip
+        try:
+            model.run.log(model.num_steps, (), measured, version=stepped.version, device=self.policy.device.type)
+        except (BridgeError, OSError) as error:
+            logger.warning("the metrics of model %s are not written: %s", model.id, error)
 
     def _in_flight(self) -> InFlight | None:
         """Return what becomes of requests in flight when a step is published; None: nothing."""
@@ -379,6 +448,23 @@ def _fault(datum: Datum, loss: str, needed: Sequence[str], longest: int | None) 
     return ""
 
 
+def _num_counted(datum: Datum) -> int:
+    """Return the number of positions that count for the loss."""
+    weights = datum.inputs.get("advantages", datum.inputs.get("weights"))
+    return (
+        len(datum.tokens) if weights is None else int(np.count_nonzero(weights.reshape(len(datum.tokens), -1).any(1)))
+    )
+
+
+def _sampled_logprobs(datum: Datum) -> tuple[float, ...]:
+    """Return the sampler's log-probabilities; NaN where there are none: clients fill prompts with zeros."""
+    length = len(datum.tokens)
+    if "logprobs" not in datum.inputs or "advantages" not in datum.inputs:
+        return (math.nan,) * length
+    sampled = np.where(datum.inputs["advantages"] != 0, datum.inputs["logprobs"], math.nan)
+    return tuple(sampled.astype(float).tolist())
+
+
 def _sample(datum: Datum, *, has_several: bool) -> Sample:
     """Return a datum as passes take it: every position is a row, and its target is whatever the client says.
 
@@ -395,7 +481,7 @@ def _sample(datum: Datum, *, has_several: bool) -> Sample:
     return Sample(
         prompt_token_ids=datum.tokens[:1],
         token_ids=(*datum.tokens[1:], datum.tokens[-1]),
-        sampled_logprobs=(math.nan,) * length,
+        sampled_logprobs=_sampled_logprobs(datum),
         advantages=(0.0,) * length,
         weight=1.0,
         targets=as_tuples,

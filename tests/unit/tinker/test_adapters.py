@@ -4,12 +4,14 @@ Not covered: what both kinds of weights have in common (`test_service.py`), what
 """
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +23,7 @@ from bridge.tinker import adapters as module
 from bridge.tinker.adapters import Adapters
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Service
+from bridge.tinker.wire import Datum, PassRequest
 from tests.models import tiny
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
@@ -197,6 +200,31 @@ def test_chosen_modules_and_rank_are_saved(service: Service, tmp_path: Path) -> 
         assert service.info(resumed)["lora_rank"] == 4
         first, second = [await step(service, name, number) for name, number in ((model, 4), (resumed, 1))]
         assert first["metrics"]["unclipped_grad_l2:mean"] == second["metrics"]["unclipped_grad_l2:mean"]
+
+    run(scenario())
+
+
+def test_each_step_is_a_line_of_the_models_run(service: Service, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        tokens, sampled = (5, 6, 7, 8), np.array([0.0, -1.5, -2.5])
+        inputs = {"target_tokens": np.array(tokens[1:]), "logprobs": sampled, "advantages": np.array([0.0, 1.0, 1.0])}
+        datum = Datum(tokens[:-1], inputs)
+        found = await done(service, service.passes(PassRequest(model, 1, "importance_sampling", {}, [datum], False)))
+        for number in (2, 3):
+            service.passes(request(model, number))
+        await done(service, service.step({**calls.STEP, "model_id": model, "seq_id": 4}))
+        await step(service, model, 5)
+        lines = (tmp_path / "runs" / model.replace(":", "_") / "run" / "metrics.jsonl").read_text().splitlines()
+        first, second = map(json.loads, lines)
+        assert (first["step"], second["step"]) == (1, 2)
+        assert (first["tokens_trained"], second["tokens_trained"]) == (2 + 3 + 3, 3)
+        assert first["lr"] == 1e-3
+        assert first["grad_norm"] > 0
+        apart = np.abs(found["logprobs"][0][1:] - sampled[1:])
+        assert first["logprob_diff_max"] == pytest.approx(apart.max(), rel=1e-3)
+        assert first["logprob_diff_mean"] == pytest.approx(apart.mean(), rel=1e-3)
+        assert "logprob_diff_max" not in second
 
     run(scenario())
 
