@@ -183,7 +183,6 @@ def _rows(path: Path) -> Iterable[Row]:
 def _parquet(path: Path) -> list[Any]:
     """Return the rows of a Parquet file, without pandas' index columns."""
     try:
-        import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(
@@ -204,14 +203,22 @@ def _parquet(path: Path) -> list[Any]:
             f"{path} has more than one column {' and '.join(map(repr, twice))}", hint="give each column its own name"
         )
     table = table.drop_columns([name for name in names if PANDAS_INDEX.fullmatch(name)])
-    for index, field in enumerate(table.schema):
-        if field.type == pa.float32():  # as a float64, 0.1 would be 0.10000000149011612
-            table = table.set_column(index, field.name, table[index].cast(pa.string()).cast(pa.float64()))
+    table = _in_double_precision(table)
     try:
         rows: list[Any] = table.to_pylist()
     except Exception:  # noqa: BLE001  a value that Python cannot hold, such as text that is not UTF-8
         rows = [_only_row(table.slice(index, 1)) for index in range(table.num_rows)]
     return rows
+
+
+def _in_double_precision(table: Any) -> Any:
+    """Return a table without float32 columns: as a Python number, their 0.1 would be 0.10000000149011612."""
+    import pyarrow as pa
+
+    for index, field in enumerate(table.schema):
+        if field.type == pa.float32():
+            table = table.set_column(index, field.name, table[index].cast(pa.string()).cast(pa.float64()))
+    return table
 
 
 def _only_row(table: Any) -> Any:
@@ -407,7 +414,8 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
     datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # if the hub is unreachable, use the cache immediately
     try:
         splits = datasets.load_dataset(path, **options)
-        rows = {name: splits[name].to_list() for name in ("train", "test") if name in splits}
+        tables = {name: splits[name].with_format("arrow")[:] for name in ("train", "test") if name in splits}
+        rows = {name: _in_double_precision(table).to_pylist() for name, table in tables.items()}
     except Exception as error:  # the error's class depends on the data set, optional libraries and the network
         local = f"use a local copy: {flag} path/to/folder"
         if "socks" in str(error).lower():

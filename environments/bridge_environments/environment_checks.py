@@ -80,7 +80,12 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
         schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
         hints = {tool: get_type_hints(getattr(environment, tool)) for tool in tools}
     for tool in tools:
-        _refuse_unnamed(name, tool, inspect.signature(getattr(environment, tool)).parameters)
+        method = getattr(environment, tool)
+        if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+            _refuse(
+                name, f"has the tool {tool}, which yields, expected a method that returns", f"return all text in {tool}"
+            )
+        _refuse_unnamed(name, tool, inspect.signature(method).parameters)
     for tool, of_tool in hints.items():
         for argument, hint in of_tool.items():
             if argument != "return" and (unknown := next(_classes(hint), None)):

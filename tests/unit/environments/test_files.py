@@ -163,11 +163,17 @@ def test_data_frame_index_is_not_a_column(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "d.parquet") == [{"prompt": "p", "level": 1}]
 
 
-def test_single_precision_numbers_are_read_as_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_file", [True, False])
+def test_single_precision_numbers_are_read_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_file: bool
+) -> None:
     written = [0.1, 3.0, None, 2.5e-07, -1234.56]
     table = pa.table({"prompt": ["p"] * len(written), "level": pa.array(written, pa.float32())})
     parquet.write_table(table, tmp_path / "d.parquet")
-    assert [row["level"] for row in rows_of(tmp_path / "d.parquet")] == written
+    monkeypatch.setattr(hub, "why_unreachable", lambda _: "")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": datasets.Dataset(table)})
+    source = tmp_path / "d.parquet" if is_file else Path("someone/levels")
+    assert [row["level"] for row in rows_of(source)] == written
 
 
 # Folders

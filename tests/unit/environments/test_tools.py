@@ -86,6 +86,14 @@ MISUSES = {
         RESETS + ITERATES + SCORES + "    def add(self):\n        pass\n",
         "describing its tools add raised Doc",
     ),
+    "generator": (
+        RESETS + ITERATES + SCORES + ADDS.replace("return a + b", "yield a + b"),
+        "has the tool add, which yields, expected a method that returns",
+    ),
+    "asynchronous generator": (
+        RESETS + ITERATES + SCORES + ADDS.replace("return a + b", "yield a + b").replace("def add", "async def add"),
+        "has the tool add, which yields, expected a method that returns",
+    ),
     "no score": (RESETS + ITERATES + ADDS, "has no method score"),
     "no problems": (RESETS + SCORES + ADDS, "is not iterable"),
 }
