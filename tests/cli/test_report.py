@@ -121,7 +121,7 @@ def test_derived_value_is_not_listed_as_chosen(tmp_path: Path) -> None:
 
 
 def test_software_and_device_of_runs_are_compared(tmp_path: Path) -> None:
-    old, new = (report_runs.make(tmp_path / name, num_steps=2) for name in ("old", "new"))
+    old, new = (report_runs.make(tmp_path / name, num_steps=1) for name in ("old", "new"))
     for run, vllm in ((old, "0.26.0"), (new, "0.33.0")):
         run.append_start(
             {"command": "bridge run --model m", "vllm": vllm, "torch": "2.13.0", "commit": "abc with changes"}
@@ -135,7 +135,7 @@ def test_software_and_device_of_runs_are_compared(tmp_path: Path) -> None:
 
 
 def test_prompt_of_a_group_is_shown_once(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=2)
+    run = report_runs.make(tmp_path / "run", num_steps=1)
     problem = {"prompt": [{"role": "user", "content": "two plus two"}], "plain_prompt": "two plus two", "answer": "4"}
     lines = [{"step": step, "problem": problem, "completions": [{"text": "4", "reward": 1.0}]} for step in (1, 2)]
     report_runs.write_rollouts(run, iter(lines))
@@ -177,16 +177,16 @@ def test_untrusted_text_never_becomes_markup(tmp_path: Path) -> None:
 
 
 def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
-    begun = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)  # this process uses the directory
-    assert f"process {os.getpid()} is at step 20 of 50" in written(begun.path, out=tmp_path / "page.html").text
+    begun = report_runs.make(tmp_path / "begun", num_steps=1, planned=50)  # this process uses the directory
+    assert f"process {os.getpid()} is at step 1 of 50" in written(begun.path, out=tmp_path / "page.html").text
     run = RunDirectory(shutil.copytree(begun.path, tmp_path / "run"))  # no process uses the directory
     run.evaluations.unlink()
+    run.lost_metrics.write_text(run.metrics.read_text())
     with run.metrics.open("a") as file:
-        file.write('{"step": 21, "rewa')
-    run.lost_metrics.write_text(run.metrics.read_text().splitlines()[3] + "\n")
+        file.write('{"step": 2, "rewa')
     page = written(run.path, out=tmp_path / "page.html")
     for expected in (
-        "unfinished", "step 20 of 50", "metrics.jsonl: skipped 1 incomplete or damaged lines",
+        "unfinished", "step 1 of 50", "metrics.jsonl: skipped 1 incomplete or damaged lines",
         "The run has no completions (rollouts.jsonl)", "1 steps were lost and repeated",
     ):  # fmt: skip
         assert expected in page.text
@@ -289,17 +289,21 @@ def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:
 def test_page_goes_into_the_run_or_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [str(report_runs.make(tmp_path / name, num_steps=40).path) for name in ("a", "b")]
+    runs = [str(report_runs.make(tmp_path / name, num_steps=1).path) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # a report may be overwritten
         assert main.answer(["report", runs[0]]) == 0
         assert capsys.readouterr().out == f"{runs[0]}/report.html\n"
     assert main.answer(["report", *runs]) == 0
     assert capsys.readouterr().out == "report.html\n"
-    assert main.answer(["report", runs[0], "--json"]) == 0
+
+
+def test_json_has_the_figures_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=40)
+    assert main.answer(["report", str(run.path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (figures,) = document["runs"]
-    assert (document["report"], figures["steps"], figures["weight_bytes"]) == (f"{runs[0]}/report.html", 40, 0)
+    assert (document["report"], figures["steps"], figures["weight_bytes"]) == (str(run.report), 40, 0)
     assert figures["held_out_before"] == pytest.approx(0.26)
     assert figures["held_out_after"] > 0.6
     assert 20 < figures["fence_ms"] < 30

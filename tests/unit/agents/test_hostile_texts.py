@@ -159,13 +159,14 @@ def test_hostile_text_is_logged_without_control_characters(
         with defects.of("rollouts", text):
             run.append_rollouts(5 + number // 100, [group])
         if number % 20 == 0:
+            with defects.of("sample", text):
+                writer.log(number, metrics.curves(), reporting._sample_text([group]))
+        if number % 400 == 0:  # its depth matters, not its text
             with defects.of("deep answer", text):
                 deep: Any = text
                 for _ in range(number % 3 * 2_000):
                     deep = [deep]
                 run.append_rollouts(5, [Group(**{**vars(group), "problem": {"prompt": text[:9], "answer": deep}})])
-            with defects.of("sample", text):
-                writer.log(number, metrics.curves(), reporting._sample_text([group]))
     with closing(terminal), defects.of("report", ""):
         writer.close(failed=False)
         command.write([run.path], run.report)

@@ -102,28 +102,55 @@ def prepared_by(model: PreTrainedModel, experts: tuple[int, int] | None = None, 
     return prepare(model, TrainConfig.of(model_name="m", **choices).compute, experts=experts)
 
 
-KINDS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
-    "packed attention": (llama, {}),
-    "recomputed": (llama, {"gradient_checkpointing": True}),
-    "compiled": (llama, {"compile_layers": True}),
-    "compiled and recomputed": (llama, {"compile_layers": True, "gradient_checkpointing": True}),
-    "multiplied in float32": (lambda: llama(torch.bfloat16), {}),
-    "with given experts": (mixture, {"experts": (2, 2)}),
-    "with experts of its own": (mixture, {}),
-    "with a state": (lambda: made(FAMILIES["Qwen3-Next"]()), {}),
-    "without dropout": (with_rates_of_dropout, {"gradient_checkpointing": True}),
-    "beneath an adapter": (with_an_adapter, {"compile_layers": True, "gradient_checkpointing": True}),
-    "recomputing before": (recomputing_by_itself, {}),
+KINDS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], Callable[[PreparedModel], object]]] = {
+    "packed attention": (llama, {}, lambda ours: ours.shares_prompts),
+    "recomputed": (llama, {"gradient_checkpointing": True}, lambda ours: ours.model.is_gradient_checkpointing),
+    "compiled": (llama, {"compile_layers": True}, lambda ours: ours.is_compiled),
+    "compiled and recomputed": (
+        llama,
+        {"compile_layers": True, "gradient_checkpointing": True},
+        lambda ours: ours.model.is_gradient_checkpointing,
+    ),
+    "multiplied in float32": (lambda: llama(torch.bfloat16), {}, lambda ours: has_own_forward(ours.model.lm_head)),
+    "with given experts": (mixture, {"experts": (2, 2)}, lambda ours: ours.replay),
+    "with experts of its own": (mixture, {}, lambda ours: ours.shares_prompts),
+    "with a state": (
+        lambda: made(FAMILIES["Qwen3-Next"]()),
+        {},
+        lambda ours: any(map(has_own_forward, mixers_with_a_state(ours.model))),
+    ),
+    "without dropout": (
+        with_rates_of_dropout,
+        {"gradient_checkpointing": True},
+        lambda ours: ours.model.model.embedding_dropout == 0 and ours.model.model.layers[0].training,
+    ),
+    "beneath an adapter": (
+        with_an_adapter,
+        {"compile_layers": True, "gradient_checkpointing": True},
+        lambda ours: ours.model.is_gradient_checkpointing,
+    ),
+    "recomputing before": (recomputing_by_itself, {}, lambda ours: ours.shares_prompts),
 }
+"""How to make and prepare a model of each kind, and what the preparation must have changed: otherwise the test of
+`release` would prove nothing."""
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module)
+
+
+def mixers_with_a_state(model: PreTrainedModel) -> list[nn.Module]:
+    return [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_released_model_computes_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
-    make, choices = KINDS[kind]
+    make, choices, is_changed = KINDS[kind]
     model = make()
     before, expected, own_attention = held(model), computed(model), attention.chosen(model)
     prepared = prepared_by(model, **choices)
+    assert is_changed(prepared)
     packed(prepared, example_tokens(model), LENGTHS)
     assert attention.chosen(model) == attention.NAME
     prepared.release()
@@ -132,20 +159,6 @@ def test_released_model_computes_as_before(kind: str, monkeypatch: pytest.Monkey
     for one, other in zip(computed(model), expected, strict=True):
         assert one.equal(other)
     assert (prepared.replay, prepared.kept, prepared.shares_prompts) == (None, ALL, False)
-
-
-def test_each_kind_of_preparation_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the test of `release` would prove nothing."""
-    monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
-    assert prepared_by(llama(), gradient_checkpointing=True).model.is_gradient_checkpointing
-    assert prepared_by(llama(), compile_layers=True).is_compiled
-    assert "forward" in vars(prepared_by(llama(torch.bfloat16)).model.lm_head)
-    assert prepared_by(mixture(), experts=(2, 2)).replay is not None
-    hybrid = prepared_by(made(FAMILIES["Qwen3-Next"]())).model
-    assert any("forward" in vars(layer.linear_attn) for layer in hybrid.model.layers if hasattr(layer, "linear_attn"))
-    rates = prepared_by(with_rates_of_dropout(), gradient_checkpointing=True).model
-    assert rates.model.embedding_dropout == 0
-    assert rates.model.layers[0].training
 
 
 def test_release_undoes_later_choices() -> None:
