@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from bridge.types import Problem
 HEADING = r"[^\d\\\n]{0,100}+\n\s*\S"
 """Matches the text after `####` in a Markdown heading: a short line without a number, and text below it."""
 MARK = re.compile(rf"####(?!{HEADING})(?=(?P<line>[^\n]*))|\\(?:boxed|fbox)\s*\{{")
+TAG = re.compile(r"<(?P<closes>/?)answer>", re.IGNORECASE)
+"""The tags around an answer; math-verify reads no number that touches them."""
 EMPHASIS = re.compile(r"(?<![\w})\\*_`])(([*_`])\2{0,2})(?!\2|\s)(.+?)(?<!\s)\1(?![\w{*_`])")
 """Matches Markdown's `**bold**`, `_italic_` and code, but neither a product such as `2*3*4` nor an index like `a_1`."""
 MARKUP = re.compile(r"^\*+|\*+$|\\\$|\$|\\\(|\\\)|\\\[|\\\]")
@@ -357,11 +360,14 @@ def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Sco
 
 
 def marked(completion: str) -> str | None:
-    r"""Return the text marked by the last `####` or `\boxed{}`, empty if incomplete; None without a mark."""
+    r"""Return the text marked by the last `####` or `\boxed{}`, empty if incomplete, or else by the last `<answer>`.
+
+    None without a mark.
+    """
     said = _without_thoughts(completion)
     last = _last_mark(said)
     if last is None:
-        return None
+        return _tagged(said)
     answer = _boxed(said[last.end() :]) if last["line"] is None else last["line"]
     return answer.strip() if len(answer) <= MAX_ANSWER_CHARACTERS else ""
 
@@ -369,6 +375,17 @@ def marked(completion: str) -> str | None:
 def _without_thoughts(completion: str) -> str:
     """Return the text after the last thought; an unfinished thought hides the rest of the completion."""
     return completion.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def _tagged(said: str) -> str | None:
+    """Return the text in the last `<answer>...</answer>` that is not empty; None without such tags around an answer."""
+    texts = [
+        said[begin.end() : end.start()].strip()
+        for begin, end in pairwise(TAG.finditer(said))
+        if not begin["closes"] and end["closes"]
+    ]
+    answer = next((text for text in reversed(texts) if text), "")
+    return answer if 0 < len(answer) <= MAX_ANSWER_CHARACTERS else None
 
 
 def is_right(answer: object, completion: str) -> bool:
@@ -389,7 +406,9 @@ def is_right(answer: object, completion: str) -> bool:
         formulas = [reading for reading in gold if isinstance(reading, sympy.Basic)]
         has_euler = any(reading.has(sympy.E) for reading in formulas)
         word = SHORT_WORD if all(reading.is_number for reading in formulas) else WORD
-        readings = _read(given, word=word if _last_mark(said)["line"] is not None else "", has_euler=has_euler)
+        last = _last_mark(said)
+        is_boxed = last is not None and last["line"] is None
+        readings = _read(given, word="" if is_boxed else word, has_euler=has_euler)
     return _is_equal(gold, readings)
 
 

@@ -131,6 +131,36 @@ def test_part_of_a_formula_is_not_the_answer() -> None:
     assert not rewards.is_right("2", r"\boxed{\frac{1}{\sqrt 2}}")
 
 
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer>1234</answer>", True),
+        ("<think>12?</think>\n<Answer>\n1,234\n</Answer>\n", True),
+        ("The answer is <answer>$1,234.00</answer>", True),
+        ("<answer>The total is 1234 eggs.</answer> It took 12 steps.", True),
+        (r"<answer>\frac{2468}{2}</answer>", True),
+        ("<answer>12</answer> No: <answer>1234</answer><answer></answer>", True),
+        ("I use <answer> and </answer>: <answer>1234</answer>", True),
+        (r"<answer>12</answer> or \boxed{1234}", True),
+        ("#### 1234\n<answer>as above</answer>", True),
+        ("<answer>" + "word " * 200 + "so it is 1234.</answer>", True),
+        ("<answer>12</answer> of 1234", False),
+        ("<answer>-1234</answer>", False),
+        ("<answer>12 or 1234 or 13</answer>", False),
+        (r"\boxed{12} <answer>1234</answer>", False),
+        ("<answer>1234", False),
+    ],
+)
+def test_tagged_answer_counts_without_another_mark(completion: str, expected: bool) -> None:
+    assert rewards.is_right("1234", completion) == expected
+
+
+def test_tagged_answer_is_marked() -> None:
+    texts = ("<answer>B</answer>", "<answer>B", "<answer> </answer>", "<think><answer>B</answer>")
+    assert [rewards.is_marked({"prompt": "q"}, text) for text in texts] == [1, 0, 0, 0]
+    assert rewards.is_right("x + 1", "<answer>1+x</answer>")
+
+
 @pytest.mark.parametrize("answer", ["??", "", "Lima", "#### two of them"])
 def test_unparsable_reference_answer_is_named(answer: str) -> None:
     with pytest.raises(RewardError, match="is not a number or formula") as caught:

@@ -73,7 +73,7 @@ def reward(scores: Scores, problem: Problem, completion: str) -> float:
 
 def test_docs_have_the_expected_number_of_examples() -> None:
     assert len(COMMANDS) == 15
-    assert [verdict for _, verdict in ROWS] == ["right"] * 6 + ["wrong"] * 4
+    assert [verdict for _, verdict in ROWS] == ["right"] * 7 + ["wrong"] * 4
 
 
 @pytest.mark.parametrize(("cell", "verdict"), ROWS)
