@@ -25,17 +25,21 @@ from bridge.errors import GradientError, IncompatibleVersionError, UsageError
 from bridge.modes import shared_vllm
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.server.manifest import MANIFEST_NAME
+from bridge.weights.model_folder import stored_buffers
 from tests.models import chat, tiny
+from tests.models.families import FAMILIES
 from tests.unit import toy_server
 from tests.unit.engine.test_policy import FenceClient, calls
 from tests.unit.modes import lora_runs
 
 
 @pytest.fixture
-def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
+def policy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
+    """Attach to a server of the model that a test names, or of a Llama."""
     monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     monkeypatch.setattr(trl, "check_version", lambda: None)
-    toy = toy_server.serve(tiny.llama(), tmp_path / "model")
+    config = getattr(request, "param", tiny.llama)()
+    toy = toy_server.serve(config, tmp_path / "model")
     with toy_server.attach(toy.manifest, tmp_path) as made:
         yield made
 
@@ -486,6 +490,19 @@ def test_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files:
     assert not any(parameter.any() for parameter in policy.parameters())
     fence.on_train_begin(None, None, None, model=policy.model)
     fence.on_train_end(None, None, None)
+
+
+@pytest.mark.parametrize("policy", [FAMILIES["GLM-4.5"]], indirect=True, ids=["GLM-4.5"])
+def test_checkpoint_is_loaded_after_the_file_with_its_buffer(policy: bridge.Policy) -> None:
+    bridge.for_trl(policy, choices())
+    buffers = stored_buffers(policy.model)
+    assert buffers
+    policy.model.load_state_dict(checkpoint(policy), False)
+    assert "pause" not in calls(policy)
+    policy.model.load_state_dict({name: torch.ones_like(buffer) for name, buffer in buffers.items()}, False)
+    assert [call for call in calls(policy) if call != "lease"] == ["pause", "publish"]
+    assert not any(parameter.any() for parameter in policy.parameters())
+    assert all((buffer == 1).all() for buffer in buffers.values())
 
 
 def test_checkpoint_without_all_weights_is_refused(policy: bridge.Policy) -> None:
