@@ -12,10 +12,12 @@ checkpoint its progress, the random state, and a SHA-256 of every tensor of the 
 Make both recordings on the same machine with the same packages, since other kernels round differently. A recording made
 with --only has smaller weight versions, since fewer runs share the server: compare it with one of the same scenarios.
 
-Bridge does not seed torch's global generator, which draws the masks of --lora-dropout, so each process is seeded here.
+Bridge does not seed torch's global generator, which draws the masks of --lora-dropout, so the command is seeded here.
 
 Left out, because they are not reproducible:
 - Times and memory. Only whether each is zero is recorded: a step that was not published has a publishing time of 0.
+- The random state of runs with several ranks. Bridge starts a process per rank, and torch seeds its generator there
+  with a random number, so it differs between any two recordings.
 - The scratch folder's path, the server's log, and events.log, whose lines are text for people.
 - Batches on the server. vLLM computes one sequence at a time here (--max-num-seqs 1, no prefix cache, one thread).
   Otherwise a token's rounding depends on the requests that happen to share its batch.
@@ -111,6 +113,10 @@ class Scenario:
     """Total number of steps."""
     stop_after: int | None = None
     """The step after which the run ends and is resumed."""
+
+    @property
+    def has_several_ranks(self) -> bool:
+        return any(flag in self.flags.split() for flag in ("--gpus", "--tensor-parallel-size"))
 
 
 RUN = {
@@ -264,7 +270,10 @@ class Bench:
                 self._bridge(f"{name}, reset", ["restore", str(self._scratch / scenario.model), *flags])
             whole = [whole[0], "--resume", *whole[1:]]
         self._bridge(name, [*whole, str(scenario.steps), *last])
-        return read(run, saved, hidden=str(self._scratch))
+        recording = read(run, saved, hidden=str(self._scratch))
+        for figures_of_source in recording.values() if scenario.has_several_ranks else ():
+            figures_of_source.pop("state.cpu_random", None)
+        return recording
 
     def _bridge(self, name: str, arguments: list[str]) -> None:
         start = time.monotonic()

@@ -69,6 +69,12 @@ def test_times_and_memory_are_recorded_only_as_zero_or_nonzero() -> None:
     }  # fmt: skip
 
 
+def test_runs_on_several_gpus_have_several_ranks() -> None:
+    several = {name for name, scenario in same_steps.RUN.items() if scenario.has_several_ranks}
+    assert several == {"two replicas", "two parts", "two parts, an adapter"}
+    assert not any(scenario.has_several_ranks for scenario in same_steps.TRAIN.values())
+
+
 def test_tensors_are_compared_by_name_not_by_file(tmp_path: Path) -> None:
     run, saved = tmp_path / "run", tmp_path / "saved"
     (saved / "step_1" / "optimizer").mkdir(parents=True)
