@@ -75,7 +75,8 @@ class Bridge:
         return error, hint
 
     def content(self) -> dict[str, bytes | None]:
-        paths = sorted(self.folder.rglob("*"))
+        """Return every file and folder, without the bytecode that Python keeps beside an imported environment."""
+        paths = sorted(path for path in self.folder.rglob("*") if "__pycache__" not in path.parts)
         return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 

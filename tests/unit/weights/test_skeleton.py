@@ -3,6 +3,7 @@
 import ast
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig
 
 from bridge.checks import model as model_checks
+from bridge.checks import probe
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.passes import preparation
@@ -95,14 +97,15 @@ def test_settings_of_previous_runs_are_ignored(settings: dict[str, Any], tmp_pat
 
 
 @pytest.mark.usefixtures("_nobody_answers")
-@pytest.mark.parametrize("shares_weights", [True, False])
-def test_remote_code_family_is_refused(tmp_path: Path, shares_weights: bool) -> None:
+def test_remote_code_family_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "ask", cache(probe.ask))  # three checks ask the same child process
     model = with_code(tmp_path, family="own_llama")
     words = "belongs to family own_llama, which transformers .* does not support: only code that ships with"
     refusals: list[Callable[[], object]] = [
         lambda: skeleton.build(model, torch.bfloat16),
         lambda: loaded.load(model, device="cpu"),
-        lambda: start_checks.check_model(model, shares_weights=shares_weights),
+        lambda: start_checks.check_model(model, shares_weights=True),
+        lambda: start_checks.check_model(model, shares_weights=False),
     ]
     for refused in refusals:
         with pytest.raises(UnsupportedModelError, match=words):
