@@ -53,10 +53,16 @@ def is_supported(version: str) -> bool:
 
 def find_faults(read: Callable[[str], str | None], pinned: Collection[Pin]) -> list[str]:
     """Return one phrase per pin that does not fit; `read` returns a module's source, or None if it does not exist."""
-    texts = {module: read(module) for module in {pin.module for pin in pinned}}
-    sources = {module: None if text is None else ast.parse(text) for module, text in texts.items()}
-    faults = (pin.fault(sources[pin.module]) for pin in pinned)
-    return list(dict.fromkeys(filter(None, faults)))  # two patches may pin the same symbol
+    by_module: dict[str, list[Pin]] = {}
+    for pin in pinned:
+        by_module.setdefault(pin.module, []).append(pin)
+    faults: dict[Pin, str | None] = {}
+    for module, its_pins in by_module.items():
+        text = read(module)
+        source = None if text is None else ast.parse(text)  # one at a time: if all are kept, garbage collection is slow
+        faults |= {pin: pin.fault(source) for pin in its_pins}
+    in_order = (faults[pin] for pin in pinned)
+    return list(dict.fromkeys(filter(None, in_order)))  # two patches may pin the same symbol
 
 
 def read_installed(module: str) -> str | None:
