@@ -105,7 +105,7 @@ def measure(names: Sequence[str], steps: int, lr: float, folder: Path) -> list[d
         live = attach(exported)
         first = _weights(live)
         for name in names:
-            _begin_again(exported, live, model)
+            _publish_initial_weights(exported, live, model)
             rows.append(
                 {"optimizer": name, **_trained(name, _config(model, command.manifest, folder, steps, lr, name))}
             )
@@ -152,7 +152,7 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _begin_again(exported: manifest.Manifest, live: AttachedModel, model: Path) -> None:
+def _publish_initial_weights(exported: manifest.Manifest, live: AttachedModel, model: Path) -> None:
     with BridgeClient(exported, timeout_s=60) as client:
         version = client.status().version + 1
         with fence.publish(client, Update(version=version, takeover=True)):

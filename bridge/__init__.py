@@ -14,7 +14,7 @@
 
 These names are stable; every other module may change. Importing this one imports neither torch nor vLLM.
 
-Words (each has one meaning everywhere in this repository):
+Terms (each has one meaning everywhere in this repository):
 
 - *manifest*: `vllm_bridge_config.json`, what a server exports so that a trainer can attach.
 - *storage*: one allocation that a handle opens (CUDA IPC, or shared memory on the CPU).

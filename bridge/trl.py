@@ -21,7 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-from bridge.engine.measuring import SKIPS_IN_A_ROW
+from bridge.engine.measuring import MAX_SKIPS
 from bridge.engine.policy import Policy
 from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
@@ -139,7 +139,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             self._policy.update(getattr(optimizer, "optimizer", optimizer))
         except GradientError as error:
             self._skipped += 1
-            if self._skipped >= SKIPS_IN_A_ROW:
+            if self._skipped >= MAX_SKIPS:
                 raise GradientError(
                     f"the gradients of {self._skipped} consecutive steps were not finite; they changed no weight",
                     hint="lower learning_rate, and train(resume_from_checkpoint=...)",
@@ -147,7 +147,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             optimizer.zero_grad()
             logger.warning(
                 "a gradient was not finite, and its step was skipped: no weight was changed (%d consecutive; training"
-                " ends after %d)", self._skipped, SKIPS_IN_A_ROW,
+                " ends after %d)", self._skipped, MAX_SKIPS,
             )  # fmt: skip
         else:
             self._skipped = 0

@@ -152,8 +152,8 @@ def _chosen(problems: Sequence[Problem]) -> list[int]:
     """Return the indices of the problems to test; the first problems of the list come first."""
     first = range(len(problems))[:NUM_PROBLEMS]
     longest = nlargest(1, range(len(problems)), key=lambda index: len(str(problems[index]["prompt"])))
-    pictured = [index for index, problem in enumerate(problems) if problem.get("images")]
-    most_images = nlargest(1, pictured, key=lambda index: len(problems[index]["images"]))
+    with_images = [index for index, problem in enumerate(problems) if problem.get("images")]
+    most_images = nlargest(1, with_images, key=lambda index: len(problems[index]["images"]))
     forms: dict[Any, int] = {}
     for index, problem in enumerate(problems):
         forms.setdefault(_form(problem), index)

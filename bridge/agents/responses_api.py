@@ -152,8 +152,8 @@ def _items(message: Item, status: str) -> Iterator[dict[str, Any]]:
 
 
 def _events(response: Item) -> Iterator[dict[str, Any]]:
-    nothing_yet: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    begun = {**response, **nothing_yet}
+    in_progress: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    begun = {**response, **in_progress}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
     for index, item in enumerate(response["output"]):

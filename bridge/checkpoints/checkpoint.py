@@ -147,17 +147,17 @@ def read(folder: Path) -> SavedCheckpoint:
 
 def newest(save_path: Path, prefix: str) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
     """Return the newest complete checkpoint, and a line for each newer checkpoint that is incomplete or damaged."""
-    passed_over = []
+    skipped = []
     for step, folder in sorted(numbered(save_path, prefix).items(), reverse=True):
         try:
             checkpoint = read(folder)
             if checkpoint.progress.step != step:
                 raise _damaged(folder, f"its name says step {step}, its marker step {checkpoint.progress.step}")
         except CheckpointError as error:
-            passed_over.append(error.message)
+            skipped.append(error.message)
         else:
-            return checkpoint, tuple(passed_over)
-    return None, tuple(passed_over)
+            return checkpoint, tuple(skipped)
+    return None, tuple(skipped)
 
 
 def numbered(save_path: Path, prefix: str) -> dict[int, Path]:

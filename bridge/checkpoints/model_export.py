@@ -98,7 +98,7 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
     return Exported(
         folder=out.resolve(),
         rounding=rounding,
-        is_base=is_adapter and rounding is None and _adds_only(source),
+        is_base=is_adapter and rounding is None and _has_only_lora(source),
         as_adapter=as_adapter,
         missing=missing,
     )
@@ -134,8 +134,8 @@ def _did_you_mean(source: Path) -> str:
     if steps := [folder for folder in below if checkpoint.is_checkpoint(folder)]:
         newest = max(steps, key=lambda folder: int(folder.name.rpartition("_")[2]))
         return f"did you mean {newest}?"
-    beside = [] if source.is_dir() else [folder.name for folder in source.parent.glob("*/")]
-    near = difflib.get_close_matches(source.name, beside, n=1)
+    siblings = [] if source.is_dir() else [folder.name for folder in source.parent.glob("*/")]
+    near = difflib.get_close_matches(source.name, siblings, n=1)
     return f"did you mean {source.parent / near[0]}?" if near else ""
 
 
@@ -280,7 +280,7 @@ def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) ->
     refuse_misfits(f"the adapter {source}", shapes, expected)
 
 
-def _adds_only(source: Path) -> bool:
+def _has_only_lora(source: Path) -> bool:
     """Return whether an adapter holds only LoRA matrices, and no weights that replace the base's."""
     return all(".lora_" in name for name in headers(source / ADAPTER_WEIGHTS))
 

@@ -203,7 +203,7 @@ class WholeState:
         if self.codes is None:
             return {key: self._parts.whole(name, part) for key, part in own.items()}
         first, second = _decoded(self.codes, own, parameter.shape)
-        codes = _coded(self.codes, self._parts.whole(name, first), self._parts.whole(name, second))
+        codes = _quantized(self.codes, self._parts.whole(name, first), self._parts.whole(name, second))
         return {key: self._parts.whole(name, part) for key, part in own.items() if key not in codes} | codes
 
     def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
@@ -218,7 +218,7 @@ class WholeState:
         pending |= {key: part for key, part in parts.items() if key in codes}
         if pending.keys() == self.codes.parts.keys():
             first, second = _decoded(self.codes, self._pending.pop(parameter), torch.Size(cut.shape))
-            self._optimizer.put(parameter, _coded(self.codes, cut.of(first), cut.of(second)))
+            self._optimizer.put(parameter, _quantized(self.codes, cut.of(first), cut.of(second)))
 
 
 def _write_state(folder: Path, flags: str, steps: dict[str, int]) -> None:
@@ -282,7 +282,7 @@ def _decoded(moments: QuantizedMoments, parts: Mapping[str, Tensor], shape: torc
     return first, second
 
 
-def _coded(moments: QuantizedMoments, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+def _quantized(moments: QuantizedMoments, first: Tensor, second: Tensor) -> dict[str, Tensor]:
     """Quantize both moments; the result has the form of an optimizer's `parts`."""
     num_rows = -(-first.numel() // moments.block)
     blocks = [

@@ -20,7 +20,7 @@ BESIDE_COLUMNS = ("prompt", "answer")
 
 
 def record(step: int, group: Group, version: int | None) -> dict[str, Any]:
-    """Return the record of a group of `step`; `version` is that of the weights before the update, None if unknown."""
+    """Return the record of a group of `step`; `version`: of the weights before the update, None if unknown."""
     return {
         "step": step,
         "number": group.number,

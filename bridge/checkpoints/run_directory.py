@@ -141,8 +141,8 @@ class RunDirectory:
         If none contains it, return `saved_by`, the run directory that the checkpoint names.
         """
         around = cls(folder.absolute().parent.parent)
-        its_saved = around.save_path
-        is_inside = its_saved is not None and its_saved.resolve() == folder.resolve().parent
+        save_path = around.save_path
+        is_inside = save_path is not None and save_path.resolve() == folder.resolve().parent
         return around if is_inside else cls(saved_by)
 
     @classmethod

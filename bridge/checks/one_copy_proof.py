@@ -177,7 +177,7 @@ def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 
     The caller holds the fence. Every element has its old value afterwards.
     """
-    elements, cells = _middles(attached)
+    elements, cells = _middle_elements(attached)
     before = [cell.clone() for cell in cells]
     marks = tuple(1.0 + index % 128 / 128 for index in range(len(cells)))  # exact in bf16
     marks = tuple(-mark if mark == old.item() else mark for mark, old in zip(marks, before, strict=True))
@@ -195,7 +195,7 @@ def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
     """Check, inside the fence, that both processes read the same value in one element of every parameter."""
     yield skipped("marks", "a trainer is updating this server: nothing else may write now", "no trainer")
-    elements, cells = _middles(attached)
+    elements, cells = _middle_elements(attached)
     ours = [cell.item() for cell in cells]
     theirs = client.read(elements)
     equal = sum(map(_is_same, ours, theirs))
@@ -280,9 +280,9 @@ def logprob_diffs(prepared: PreparedModel, groups: list[Group]) -> torch.Tensor:
         for group in groups
         for completion in group.completions
     ]
-    alone = packs(samples, max_tokens=1, device=prepared.model.device)  # packing must not affect the result
+    single_packs = packs(samples, max_tokens=1, device=prepared.model.device)  # packing must not affect the result
     with torch.no_grad():
-        return torch.cat([(prepared.logprobs(part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
+        return torch.cat([(prepared.logprobs(part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in single_packs])
 
 
 def diffs_of_parts(
@@ -334,7 +334,7 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
         sys.stdout.write(json.dumps(diffs.tolist()))
 
 
-def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
+def _middle_elements(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
     """Return one element of every parameter, by its name on the server and as a tensor here."""
     views = attached.shard.param_mappings
     named = attached.named()

@@ -116,10 +116,10 @@ def vllm_build(installed: Mapping[str, str], device: Device, *, server_lives: bo
     reinstall = f"pip uninstall -y {' '.join(installed)} && {INSTALL[device]}" if installed else INSTALL[device]
     if len(installed) > 1:
         return failed("vLLM", f"{found}: each overwrites the other's files", f"only {WANTED[device]}", reinstall)
-    is_right = built_for(installed) == device
-    if server_lives and not is_right:
+    is_same_device = built_for(installed) == device
+    if server_lives and not is_same_device:
         return warned("vLLM", f"{found or 'none'}: enough to train, not to serve", expected, INSTALL[device])
-    return judged("vLLM", is_right, found or "not installed", expected, reinstall)
+    return judged("vLLM", is_same_device, found or "not installed", expected, reinstall)
 
 
 def vllm_requirement(vllm: str, requires: Sequence[str], package: str, version: str | None) -> Check:

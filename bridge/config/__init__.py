@@ -1,6 +1,6 @@
 """Everything a user can configure. Each choice is declared once, for flags, environment variables and TOML.
 
-Words: a *choice* is one field, a *section* the choices of one concern, a *key* the flat name of a choice. Values that
+Terms: a *choice* is one field, a *section* the choices of one concern, a *key* the flat name of a choice. Values that
 are derived from choices are not here: the code that derives a value reports it.
 May import: `bridge.core`.
 """

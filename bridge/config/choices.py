@@ -239,8 +239,8 @@ def _unknown(name: str, value: Any, origin: str, classes: tuple[type[Config], ..
     near = nearest(name.replace("-", "_"), own_names(classes))
     hint = hint_for(name)
     if not hint and near:
-        meant = ENVIRONMENT_PREFIX + near.upper() if is_variable else near
-        hint = f"did you mean {meant}?"
+        suggested = ENVIRONMENT_PREFIX + near.upper() if is_variable else near
+        hint = f"did you mean {suggested}?"
     return UsageError(f"{origin}: there is no such choice", hint=hint or "see --help for every choice")
 
 

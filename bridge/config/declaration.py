@@ -93,7 +93,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _in_the_home_folder(cls, value: Any, info: ValidationInfo) -> Any:
+    def _expand_home(cls, value: Any, info: ValidationInfo) -> Any:
         """Expand a leading `~`: a shell does that for `--run-dir ~/x`, but not for `--run-dir=~/x` or in TOML."""
         is_path = isinstance(value, Path) or "is_path" in _about(cls.model_fields[str(info.field_name)])
         return type(value)(paths.expanded(value)) if is_path and str(value).startswith("~") else value

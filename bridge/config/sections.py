@@ -205,7 +205,7 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
 
     @field_validator("target_modules")
     @classmethod
-    def _names_what_vllm_adapts(cls, names: str) -> str:
+    def _check_target_modules(cls, names: str) -> str:
         if "shared_expert_gate" in names:
             raise ValueError("must not name shared_expert_gate, whose adapter vLLM never applies: leave it out")
         return names

@@ -116,7 +116,7 @@ class TrainConfig(Config):
 
     @property
     def needs_patched_server(self) -> bool:
-        """Return whether the server shares its weights; one that is only restarted can be the stock vLLM."""
+        """Return whether the server must be patched; a server that is only restarted can be a stock vLLM."""
         return self.mode != "none" or self.publishing.reload == "in-place"
 
     @property

@@ -42,7 +42,7 @@ def write(
         UsageError: the existing folder may not be replaced, or the disk is full, or a write fails.
     """
     folder = folder.resolve()
-    scratch = _beside(folder)
+    scratch = _scratch_path(folder)
     try:
         with _one_line_errors(folder, scratch, flag):
             _check_replaceable(folder, replaceable, flag)
@@ -68,12 +68,12 @@ def remove(folder: Path) -> None:
     Raises:
         OSError: `folder` cannot be renamed; it is unchanged.
     """
-    scratch = _beside(folder)
+    scratch = _scratch_path(folder)
     folder.rename(scratch)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _beside(folder: Path) -> Path:
+def _scratch_path(folder: Path) -> Path:
     """Return a new hidden path next to `folder` whose name identifies this process."""
     here = ProcessIdentity.current()
     namespace = here.pid_namespace.removeprefix("pid:[").removesuffix("]")
@@ -143,7 +143,7 @@ def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool], flag
     if not folder.exists() or not any(folder.iterdir()):
         scratch.rename(folder)
     elif not _exchange(scratch, folder):  # unsupported: for an instant, `folder` does not exist
-        old = _beside(folder)
+        old = _scratch_path(folder)
         folder.rename(old)
         scratch.rename(folder)
         old.rename(scratch)

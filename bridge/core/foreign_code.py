@@ -98,10 +98,10 @@ def location_of(error: BaseException, file: str) -> str | None:
 
 def location_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:
     """Describe the last of the `frames` (file, line) in `file` or outside the libraries; None if there is none."""
-    theirs = [frame for frame in frames if frame[0] == file or not frame[0].startswith(LIBRARIES)]
-    if not theirs:
+    user_frames = [frame for frame in frames if frame[0] == file or not frame[0].startswith(LIBRARIES)]
+    if not user_frames:
         return None
-    name, line = theirs[-1]
+    name, line = user_frames[-1]
     return f"{shortened(Path(name).name)} line {line}"
 
 

@@ -37,11 +37,11 @@ def fetch_config(model: str) -> Path | None:
     try:
         return result_of(in_thread(lambda: _download(model), "download"), LIMIT_S).parent
     except Exception as error:  # the exceptions differ between versions of huggingface_hub
-        why, hint = _explained(error, model)
+        why, hint = _cause_and_hint(error, model)
         raise UsageError(f"--model {model}: {why}", hint=hint) from error
 
 
-def _explained(error: Exception, model: str) -> tuple[str, str]:
+def _cause_and_hint(error: Exception, model: str) -> tuple[str, str]:
     """Return why the configuration could not be fetched, and what to do."""
     hub = f"the hub at {constants.ENDPOINT}"
     if isinstance(error, errors.HFValidationError):
@@ -59,7 +59,7 @@ def _explained(error: Exception, model: str) -> tuple[str, str]:
 
 
 def _no_answer(error: Exception) -> str:
-    root: BaseException = error  # huggingface_hub wraps the root cause in advice
+    root: BaseException = error  # huggingface_hub raises its own error from the root cause
     while root.__cause__ is not None:
         root = root.__cause__
     return f"the hub at {constants.ENDPOINT} does not answer ({shortened(root, 100) or f'within {LIMIT_S:g} s'})"

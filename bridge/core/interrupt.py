@@ -59,7 +59,7 @@ def acting_interrupt() -> Iterator[None]:
 
     A signal without a handler raises KeyboardInterrupt here, because a killed process could not clean up.
     """
-    with _handled_by(_outside) as before:
+    with _handled_by(_outer_handler) as before:
         came = []
         for block in (handler for handler in before.values() if isinstance(handler, _Deferred)):
             came += block.waiting
@@ -123,7 +123,7 @@ def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, A
             signal.signal(number, handler)
 
 
-def _outside(handler: Any) -> Any:
+def _outer_handler(handler: Any) -> Any:
     """Return the handler outside the deferring block; one that raises KeyboardInterrupt if there is none."""
     outside = handler.outside if isinstance(handler, _Deferred) else handler
     return signal.default_int_handler if outside == signal.SIG_DFL else outside

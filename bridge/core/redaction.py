@@ -50,15 +50,15 @@ def redact_urls(text: str) -> str:
 
 def redacted_arguments(arguments: Sequence[str]) -> Iterator[str]:
     """Yield a command's arguments, hiding the values of flags whose names suggest a secret."""
-    hides_next = False
+    is_next_hidden = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         is_secret = bool(SECRET_FLAG.match(name)) or name in FREE_FLAGS
-        if hides_next and not argument.startswith("-"):
+        if is_next_hidden and not argument.startswith("-"):
             yield HIDDEN
         else:
             yield f"{name}={HIDDEN}" if is_secret and equals else redact_urls(argument)
-        hides_next = is_secret and not equals
+        is_next_hidden = is_secret and not equals
 
 
 def worker_environment(kept: Collection[str]) -> dict[str, str]:

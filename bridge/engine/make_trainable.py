@@ -173,15 +173,15 @@ def _log_rates(choices: OptimizerConfig, lr: float, trained: str) -> None:
 
 def _replicated(model: PreTrainedModel, parallel: Parallel) -> Replicated:
     """Return each parameter that several ranks hold, with the indices of elements that another rank counts."""
-    counted_elsewhere: dict[Tensor, list[range]] = {}
+    counted_by_others: dict[Tensor, list[range]] = {}
     parameters = dict(model.named_parameters())
     for shared in parallel.shared:
         if shared.name not in parameters:  # a buffer
             continue
         parameter = parameters[shared.name]
-        others = counted_elsewhere.setdefault(parameter, [])
+        others = counted_by_others.setdefault(parameter, [])
         if parallel.part in shared.parts[1:]:
             own = shared.of(parameter.detach(), parallel.cuts[parallel.part][shared.name])
             start = int(own.storage_offset() - parameter.storage_offset())
             others.append(range(start, start + own.numel()))  # contiguous: the layout check requires full rows
-    return counted_elsewhere
+    return counted_by_others

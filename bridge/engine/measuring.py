@@ -29,7 +29,7 @@ from bridge.weights.attach import OpenedModel
 
 logger = logging.getLogger(__name__)
 
-SKIPS_IN_A_ROW = 3
+MAX_SKIPS = 3
 """The run ends after this many consecutive steps whose first gradient is not finite: the next would not be better."""
 ROUNDING = 1e-9
 """Tolerance for rounding in a weighted sum of rewards."""
@@ -216,9 +216,9 @@ class Alarms:
 
     def check(self, metrics: StepMetrics, *, is_published: bool) -> None:
         """Log an unexpected mismatch between vLLM and the trainer, and a step that had nothing to learn from."""
-        self._sound("mismatch", None if self._is_ahead else mismatch_alarm(metrics, self._mismatch_limit))
+        self._report_alarm("mismatch", None if self._is_ahead else mismatch_alarm(metrics, self._mismatch_limit))
         self._is_ahead = not is_published
-        self._sound("signal", nothing_learnt(metrics))
+        self._report_alarm("signal", nothing_learnt(metrics))
 
     def count_skipped(self, metrics: StepMetrics) -> None:
         """Log a skipped update; the step was published with the weights of the preceding update.
@@ -234,16 +234,16 @@ class Alarms:
             left = f"{metrics.updates} updates of the batch were applied before it, and none after it"
         else:
             self._skipped += 1
-            left = f"no weight was changed ({self._skipped} consecutive steps; the run ends after {SKIPS_IN_A_ROW})"
+            left = f"no weight was changed ({self._skipped} consecutive steps; the run ends after {MAX_SKIPS})"
         logger.warning(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
-        if self._skipped == SKIPS_IN_A_ROW:
+        if self._skipped == MAX_SKIPS:
             raise UsageError(
-                f"the gradients of {SKIPS_IN_A_ROW} consecutive steps were not finite; these steps changed no weight",
+                f"the gradients of {MAX_SKIPS} consecutive steps were not finite; these steps changed no weight",
                 hint="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
                 " check the model with bridge verify",
             )
 
-    def _sound(self, kind: str, alarm: str | None) -> None:
+    def _report_alarm(self, kind: str, alarm: str | None) -> None:
         if alarm and not self._active.get(kind):
             what, _, explanation = alarm.rpartition("; ")
             logger.warning(what if explanation in self._explained else alarm)

@@ -1094,7 +1094,7 @@ class Policy:
                     is_begun = True
                     self.mode.save(scratch)
             finally:
-                if not is_begun:  # the other ranks wait for this
+                if not is_begun:  # the other ranks wait for this rank's weights
                     self._send_weights()
 
         self.ranks.run_and_gather(save)
@@ -1477,14 +1477,14 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
         raise UsageError(f"policy.sample has no parameter {unknown[0]!r}", hint=hint)
     if not named:
         return sampling
-    alone = {}
+    unchecked = {}
     for name, value in BEYOND_TRAINING.items():
         given = named.get(name)
         if isinstance(given, Real) and given == value:
-            alone[name] = value
-    checked = {name: value for name, value in named.items() if name not in alone}
+            unchecked[name] = value
+    checked = {name: value for name, value in named.items() if name not in unchecked}
     try:
-        return SamplingConfig.model_validate(sampling.model_dump() | checked).model_copy(update=alone)
+        return SamplingConfig.model_validate(sampling.model_dump() | checked).model_copy(update=unchecked)
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][-1])

@@ -166,8 +166,8 @@ class RunFolder:
                 " replaced",
                 hint="name another run_dir; policy.load_state(CHECKPOINT) loads a checkpoint of any run",
             )
-        newest, passed_over = checkpoint.newest(_save_path(self._given), prefix)
-        for line in passed_over:
+        newest, skipped = checkpoint.newest(_save_path(self._given), prefix)
+        for line in skipped:
             logger.info(f"skipped: {line}")
         if newest is None and not RunDirectory(self._given).metrics.exists():
             return None

@@ -66,10 +66,10 @@ def exchanged_images(
             routes += [(senders[digest], receiver, of_share[digest]) for digest in missing]
         if not routes:
             return here
-        return here | _sent_along(routes, here, ranks)
+        return here | _exchanged_images(routes, here, ranks)
 
 
-def _sent_along(
+def _exchanged_images(
     routes: Sequence[tuple[int, int, Images]], here: Mapping[str, tuple[Array, ...]], ranks: Ranks
 ) -> dict[str, tuple[Array, ...]]:
     """Send images between ranks, and return the ones that this rank received."""

@@ -73,8 +73,8 @@ class LossSpec:
 
         Shapes: -> [N] int64.
         """
-        suits = self.ratio_level if self.correction.kind == "truncate" else "token"
-        return batch.sequences_N if (self.correction.level or suits) == "sequence" else None
+        default_level = self.ratio_level if self.correction.kind == "truncate" else "token"
+        return batch.sequences_N if (self.correction.level or default_level) == "sequence" else None
 
     @classmethod
     def of(cls, config: LossConfig) -> "LossSpec":
@@ -159,13 +159,13 @@ def policy_loss(
         reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
         kl_N = divergence(logprobs_N, reference_logprobs_N)
         if spec.kl_in_reward:
-            penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
+            penalties_N = _sums_to_end(old_logprobs_N - reference_logprobs_N, batch)
             advantages_N = advantages_N - kl_coef * penalties_N
             kl_coef = 0.0
     measured: dict[str, Any] = {"kl": (kl_N.detach(), len(kl_N))}
     if spec.own is None:
         ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        own_terms = -_gains(logprobs_N, ratios_N, advantages_N, spec)
+        own_terms = -_objective_terms(logprobs_N, ratios_N, advantages_N, spec)
         clipped = zip(CLIPPED, _clipped(ratios_N.detach(), advantages_N, spec), strict=True)
         measured |= {name: (clipped_N, len(clipped_N)) for name, clipped_N in clipped}
     else:
@@ -190,7 +190,7 @@ def _pair(total: Tensor, count: Any, *, like: Tensor) -> Tensor:
     return torch.stack([total.sum(dtype=torch.float64), number.detach()])
 
 
-def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> Tensor:
+def _objective_terms(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> Tensor:
     """Return each token's term of the objective."""
     limits_N = torch.full_like(ratios_N, math.inf).masked_fill(advantages_N < 0, spec.clip_dual)
     ratios_N = ratios_N.clamp(max=limits_N)
@@ -211,7 +211,7 @@ def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Te
     return low_N & is_bad_N, (high_N & is_good_N) | ((ratios_N > spec.clip_dual) & is_bad_N)
 
 
-def _from_here_on(values_N: Tensor, batch: MicroBatch) -> Tensor:
+def _sums_to_end(values_N: Tensor, batch: MicroBatch) -> Tensor:
     """Return for each token the sum of values from it to the end of its sequence; a sequence's rows are contiguous."""
     exact_N = values_N.double()
     ends_S = exact_N.new_zeros(batch.num_sequences).index_add(0, batch.sequences_N, exact_N).cumsum(0)

@@ -229,7 +229,7 @@ class SharedVllm(PatchedServer):
     def revive(self, checkpoint: Path | None) -> None:
         """Restart the dead server with a checkpoint, and move all ranks' servers to a version above the last one.
 
-        With a single replica, its server is the one that died.
+        With several replicas, this rank's server may still be alive.
         """
         if self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.server_is_lost(self.client)):
             self.restart(checkpoint or self._config.model_name)

@@ -242,7 +242,7 @@ class Transfer(OwnCopy):
                 ranks=self._run.ranks,
             ) as window,
             torch.accelerator.device_index(self._device.index),
-            self._explained(),
+            self._nccl_errors(),
         ):
             if self._sender is None:
                 with window.preparing():
@@ -256,7 +256,7 @@ class Transfer(OwnCopy):
         return window.times.pause_s
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _nccl_errors(self) -> Iterator[None]:
         """Destroy the NCCL group if the block fails, and turn NCCL errors into errors with a hint."""
         try:
             yield

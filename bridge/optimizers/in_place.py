@@ -86,8 +86,8 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         weight_decay: float | None = None,
     ) -> None:
         """Step all parameters with these values from now on; None: with the values given at construction."""
-        for group, made_with in zip(self.param_groups, self._made_with, strict=True):
-            group.update(made_with)
+        for group, initial in zip(self.param_groups, self._made_with, strict=True):
+            group.update(initial)
             if betas is not None:
                 group["betas"] = betas
             if eps is not None:

@@ -109,7 +109,7 @@ class Slab:
         own[: len(flat)].copy_(flat[: len(own)])
 
     def whole(self, tensor_of: Callable[[Tensor], Tensor]) -> tuple["Piece", Tensor]:
-        """Return all rows as a piece, and `tensor_of` of all members as [ranks * rows per rank, B].
+        """Return all rows as a piece, and the members' tensors, chosen by `tensor_of`, as [ranks * rows per rank, B].
 
         The tensor is a view of the members' memory if possible, otherwise a copy that is padded with zeros.
         """
@@ -149,7 +149,7 @@ class Piece:
         return {name: tensor[self.rows] for name, tensor in self.slab.state.items()}
 
     def blocks(self, tensor_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `tensor_of` of the members as [R, B]: a view if possible, otherwise a copy padded with zeros."""
+        """Return the members' tensors, chosen by `tensor_of`, as [R, B]: a view, or a copy padded with zeros."""
         flat, lengths = self._spans(tensor_of)
         block = self.slab.kind.moments.block
         if len(flat) == 1 and flat[0].numel() == lengths[0]:
@@ -188,7 +188,7 @@ def slabs(
     Parameters that several tensor-parallel ranks hold come first, in separate slabs, because random bits depend on the
     slab and the row.
     """
-    dealt: list[list[Member]] = []
+    divided: list[list[Member]] = []
     open_slabs: dict[tuple[object, ...], list[Member]] = {}
     pairs = [(parameter, group) for group in groups for parameter in group["params"]]
     for parameter, group in sorted(pairs, key=lambda pair: pair[0] not in replicated):
@@ -199,14 +199,14 @@ def slabs(
         members = open_slabs.get(key) if is_small else None
         if members is None or members[-1].rows.stop + num_rows > most_rows:
             members = []
-            dealt.append(members)
+            divided.append(members)
             if is_small:
                 open_slabs[key] = members
         start = members[-1].rows.stop if members else 0
         members.append(Member(parameter, group, range(start, start + num_rows)))
     return [
         Slab(kind, number, members, device or members[0].parameter.device, ranks)
-        for number, members in enumerate(dealt)
+        for number, members in enumerate(divided)
     ]
 
 

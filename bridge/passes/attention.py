@@ -269,21 +269,21 @@ def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_
     groups = q_SALD.shape[1] // k_SKMD.shape[1]
     num_queries = q_SALD.shape[2]
     num_keys = k_SKMD.shape[2]
-    is_spelled_out = rule.cap is not None or rule.sinks_A is not None
+    is_eager = rule.cap is not None or rule.sinks_A is not None
     is_whole = seen_SLM is None and num_queries == num_keys and (rule.window is None or rule.window >= num_keys)
-    if seen_SLM is None and (is_spelled_out or not is_whole):
+    if seen_SLM is None and (is_eager or not is_whole):
         last_L = torch.arange(num_keys - num_queries, num_keys, device=q_SALD.device)
         seen_SLM = _up_to(last_L, num_keys, rule)
-    if is_spelled_out:
+    if is_eager:
         assert seen_SLM is not None
         k_SAMD, v_SAMD = (x_SKMD.repeat_interleave(groups, dim=1) for x_SKMD in (k_SKMD, v_SKMD))
-        return _spelled_out(q_SALD, k_SAMD, v_SAMD, seen_SLM, rule)
+        return _eager(q_SALD, k_SAMD, v_SAMD, seen_SLM, rule)
     return scaled_dot_product_attention(
         q_SALD, k_SKMD, v_SKMD, attn_mask=seen_SLM, is_causal=is_whole, scale=rule.scale, enable_gqa=groups > 1
     )
 
 
-def _spelled_out(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tensor, rule: Rule) -> Tensor:
+def _eager(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tensor, rule: Rule) -> Tensor:
     scale = q_SALD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
     scores_SALM = (q_SALD @ k_SAMD.transpose(2, 3)).float() * scale
     if rule.cap is not None:

@@ -110,7 +110,7 @@ class Budget:
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
         """Whether memory is too short for this batch without recomputing activations or making passes small."""
-        self._consider(samples)
+        self._measure_samples(samples)
         return self._on_gpu and self._fitting(self._free()) < self._wanted
 
     def packs(self, samples: Sequence[Sample], measured: Sequence[Sample]) -> list[MicroBatch]:
@@ -126,7 +126,7 @@ class Budget:
 
         The first call measures it. By then the optimizer state must be allocated, and gradients must not be.
         """
-        self._consider(samples)
+        self._measure_samples(samples)
         if not self._is_placed and self._on_gpu:
             self._host_bytes = min(self._parts.all_gather_object(left_bytes())) // self._neighbors
         if self._tokens is None:
@@ -185,7 +185,7 @@ class Budget:
             hint=hint,
         )
 
-    def _consider(self, samples: Sequence[Sample]) -> None:
+    def _measure_samples(self, samples: Sequence[Sample]) -> None:
         self._longest = max(sample.num_tokens for sample in samples)
         self._total = num_tokens(samples, share_prompts=self.share_prompts)
 
@@ -260,7 +260,7 @@ class Budget:
     def _widen(self, tokens: int) -> bool:
         """Decide whether gradients are summed in float32: yes if that leaves enough memory for the passes."""
         more = _widening_bytes(self._model)
-        if not more or self._optimizer.gradient_release:  # gradients are summed in host memory, or one pass is enough
+        if not more or self._optimizer.gradient_release:  # summed in host memory anyway, or not summed at all
             return False
         chosen = self._compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)

@@ -79,7 +79,7 @@ def make_vocabulary(embedding: nn.Embedding, words: VocabularyPart) -> None:
     if embedding.padding_idx is not None:
         own = embedding.padding_idx - words.start
         embedding.padding_idx = own if 0 <= own < len(embedding.weight) else None
-    embedding.forward = MethodType(_looked_up, embedding)  # type: ignore[method-assign]
+    embedding.forward = MethodType(_embed, embedding)  # type: ignore[method-assign]
 
 
 def make_gathering(norm: nn.Module, outputs: Outputs) -> None:
@@ -89,7 +89,7 @@ def make_gathering(norm: nn.Module, outputs: Outputs) -> None:
 
 
 def count_own_heads(block: nn.Module, num_parts: int) -> None:
-    """Make a block's code read this part's numbers of heads where it reads the model's."""
+    """Replace the numbers of heads that a block's code reads by this part's numbers."""
     if is_stateful(block):
         for name in OWN_SIZES:
             if isinstance(size := getattr(block, name, None), int):
@@ -172,7 +172,7 @@ class _SumOverParts(torch.autograd.Function):
         return gradient, None
 
 
-def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+def _embed(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     """Look up this part's words, with zeros for all others, and sum over the parts."""
     words = embedding.words
     assert isinstance(words, VocabularyPart)

@@ -89,8 +89,8 @@ def num_pairs(span: Span, window: int) -> int:
     queries, keys = span
     first = keys - queries  # position of the first query
     growing = max(min(window or keys, keys) - first, 0)  # queries that see every key up to their own
-    seen_by_growing = growing * first + growing * (growing + 1) // 2
-    return seen_by_growing + (queries - growing) * window
+    growing_pairs = growing * first + growing * (growing + 1) // 2
+    return growing_pairs + (queries - growing) * window
 
 
 def _passes(parameter: nn.Parameter) -> int:

@@ -181,7 +181,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.compiles = compiles
         ctx.kept = kept
         ctx.words = words
-        logprobs_NX = sums.targets_NX - _beside(normalizers_N, targets_NX)
+        logprobs_NX = sums.targets_NX - _per_target(normalizers_N, targets_NX)
         entropies_N = normalizers_N - sums.products_N / sums.weights_N
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_NX, entropies_N
@@ -312,7 +312,7 @@ def _columns(of_targets_NX: Tensor) -> Tensor:
     return of_targets_NX.unsqueeze(1) if of_targets_NX.dim() == 1 else of_targets_NX
 
 
-def _beside(of_rows_N: Tensor, targets_NX: Tensor) -> Tensor:
+def _per_target(of_rows_N: Tensor, targets_NX: Tensor) -> Tensor:
     """Return values per row in a shape that broadcasts with values per target."""
     return of_rows_N if targets_NX.dim() == 1 else of_rows_N.unsqueeze(1)
 

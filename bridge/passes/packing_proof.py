@@ -73,12 +73,12 @@ class Expected:
         attention.choose(model, "eager")  # others omit features: sdpa has no logit softcap (Gemma 2)
         with _checking(model):
             experts_TX = _own_experts(prepared, tokens_T)
-            alone_TH = _alone(prepared, tokens_T, experts_TX)
+            alone_TH = _separate_hidden(prepared, tokens_T, experts_TX)
             if prepared.replay is not None:
                 prepared.replay.choose(experts_TX, len(tokens_T))
             mixed_up = difference(routing.plain_hidden(model, tokens_T), alone_TH)
             attention.choose(model, own_attention)
-            other_TH = _alone(prepared, tokens_T, experts_TX)
+            other_TH = _separate_hidden(prepared, tokens_T, experts_TX)
         explained = min(2 * difference(other_TH, alone_TH), ROUNDING_TOLERANCE * mixed_up)
         return cls(
             tokens_T=tokens_T,
@@ -182,14 +182,14 @@ def _own_experts(prepared: PreparedModel, tokens_T: Tensor) -> Tensor | None:
     """
     if prepared.replay is None:
         return None
-    alone = [partial(routing.plain_hidden, prepared.model, part_T) for part_T in tokens_T.split(LENGTHS)]
-    parts = [prepared.replay.watched(compute) for compute in alone]
+    computations = [partial(routing.plain_hidden, prepared.model, part_T) for part_T in tokens_T.split(LENGTHS)]
+    parts = [prepared.replay.watched(compute) for compute in computations]
     for first, second in SHARING:
         parts[second][: PROMPTS[second]] = parts[first][: PROMPTS[first]]
     return torch.cat(parts)
 
 
-def _alone(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor | None) -> Tensor:
+def _separate_hidden(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor | None) -> Tensor:
     """Return the last hidden states of the example sequences, computed separately: [T] -> [T, H]."""
     parts = []
     for part_T, part_TX in zip(tokens_T.split(LENGTHS), _split(experts_TX), strict=True):

@@ -198,7 +198,7 @@ def _norms(
     part: int,
     group: str,
 ) -> Iterator[tuple[nn.Module, Outputs]]:
-    """Yield each norm that may run over all outputs of a column layer in its block, with this part's outputs."""
+    """Yield each norm that may normalize all outputs of a column layer in its block, and this part's outputs."""
     for name, axis in axes.items():
         owner, _, leaf = name.rpartition(".")
         block = next((path for path in _above(owner) if path in blocks), None)

@@ -68,7 +68,7 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
         with _exact():
             tokens_T = routing.made_up_tokens(model, NUM_TOKENS)
             compute = partial(model.get_decoder(), input_ids=tokens_T.unsqueeze(0), use_cache=False)
-            calls = _tried(type(model).__name__, lambda: _calls(model, names, compute))
+            calls = _compute_or_refuse(type(model).__name__, lambda: _calls(model, names, compute))
             for name, call in calls.items():
                 _check_layer(name, call, model, parallel)
     except torch.OutOfMemoryError as error:
@@ -132,7 +132,7 @@ def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Paral
     filled = state(whole_layer)
     for leaf, tensor in state(layer).items():
         tensor.data = own[f"{name}.{leaf}"].of(filled[leaf].detach()).clone()
-    cut = _tried(name, lambda: _run(layer.float(), name, call, lambda _, gradient: gradient))
+    cut = _compute_or_refuse(name, lambda: _run(layer.float(), name, call, lambda _, gradient: gradient))
     parallel.combine(cut.gradients)
     whole = _run(whole_layer, name, call, lambda leaf, gradient: own[leaf].of(gradient).clone())
     whole_layer.to("meta")
@@ -251,7 +251,7 @@ def _rms(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _tried(what: str, compute: Callable[[], Result]) -> Result:
+def _compute_or_refuse(what: str, compute: Callable[[], Result]) -> Result:
     try:
         return compute()
     except MISFITS as error:

@@ -91,11 +91,11 @@ class Need:
     state: float  # the optimizer's state
     gradients: float  # as many as exist at once, in bf16
     sums: float  # added to the gradients by float32 sums, in an update of more than FEW micro-batches
-    temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
+    temporaries: float  # logits of one block, the head's unsummed gradient, one step of gradient release
     least_activations: float  # of the smallest micro-batch worth training with, recomputed and offloaded if allowed
     most_activations: float  # of the largest micro-batch, kept in GPU memory if allowed
-    offloaded: float  # the optimizer's state and master in the memory of one host, of all GPUs there, and activations
-    kv_per_token: float  # keys and values of one token, and its share of its sequence's states
+    offloaded: float  # bytes in one host's memory: optimizer state and master weights of all its GPUs, and activations
+    kv_per_token: float  # keys and values of one token, and a share of its sequence's recurrent state
     replicas: int  # number of replicas on one host
 
     @classmethod
@@ -151,15 +151,15 @@ class Need:
 
     @property
     def room_generating(self) -> float:
-        """G - W - S - E on vLLM's GPU: room for the KV cache while generating."""
-        beside = 0 if self.apart else CONTEXT_BYTES + self.own + self.state
-        return min(self.gpu - beside, LARGEST_SHARE * self.gpu) - self.served - self.engine
+        """Memory for the KV cache on vLLM's GPU while generating: G - W - S - E."""
+        trainer_bytes = 0 if self.apart else CONTEXT_BYTES + self.own + self.state
+        return min(self.gpu - trainer_bytes, LARGEST_SHARE * self.gpu) - self.served - self.engine
 
     @property
     def room_training(self) -> float:
-        """G - W - S - E - D on the trainer's device: room for activations, and for a KV cache that is awake."""
-        beside = 0 if self.apart else self.served + self.engine
-        return self.trainer - CONTEXT_BYTES - self.own - self.state - self.gradients - self.temporaries - beside
+        """Memory on the trainer's device for activations, and for a KV cache that is awake: G - W - S - E - D."""
+        server_bytes = 0 if self.apart else self.served + self.engine
+        return self.trainer - CONTEXT_BYTES - self.own - self.state - self.gradients - self.temporaries - server_bytes
 
 
 class _Weights(NamedTuple):
@@ -228,7 +228,7 @@ class _OptimizerState(NamedTuple):
     on_host: float  # state and master in the memory of one host
     gradients: float  # as many as exist at once
     sums: float  # added to the gradients by float32 sums
-    temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
+    temporaries: float  # logits of one block, the head's unsummed gradient, one step of gradient release
 
 
 def _optimizer_state(

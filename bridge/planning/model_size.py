@@ -150,7 +150,7 @@ class Dimensions:
 
     @property
     def num_attending(self) -> int:
-        """The layers that keep keys and values."""
+        """The number of layers that keep keys and values."""
         return self.num_layers - self.num_states
 
     @property
@@ -160,7 +160,7 @@ class Dimensions:
 
     @property
     def adaptable(self) -> int:
-        """Inputs plus outputs of all linear layers except routed experts; times the rank, an adapter's parameters."""
+        """An adapter's parameters per rank: inputs plus outputs of all linear layers except routed experts."""
         attention = 4 * self.hidden + 2 * (self.query + self.key_value) + self.gates
         state = 5 * self.hidden + 2 * self.state_keys + 3 * self.state_values + 2 * self.state_heads
         shared = 3 * (self.hidden + self.shared_expert) if self.shared_expert else 0

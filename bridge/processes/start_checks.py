@@ -140,7 +140,7 @@ def _refuse_other_fp8(config: ServeConfig, flags: Sequence[str], given: str, dev
     has_experts = model_checks.has_experts(model_checks.read(config.model))
     if has_experts and config.quantization == "fp8_per_channel":
         hint = "leave it out" if device == "cpu" else "--quantization fp8_per_block"
-        raise UsageError(f"{given}: experts are served only with a scale for each block", hint=hint)
+        raise UsageError(f"{given}: experts need one scale per block", hint=hint)
     if has_experts and device == "cpu":
         raise UsageError(f"{given}: vLLM repacks experts on a CPU", hint="leave it out")
     if TRANSFER_FLAG[0] in vllm_flags.names(flags):
@@ -262,7 +262,7 @@ def clear_manifest(path: Path) -> None:
         manifest.check_server(existing, path)
     except ManifestError as error:
         if existing is not None:  # None: it cannot be read, so a different version of Bridge wrote it
-            _refuse_out_of_sight(existing, path)
+            _refuse_invisible_server(existing, path)
         logger.warning(f"replacing the manifest of a server that is gone: {error.message}")
         path.unlink()
         return
@@ -272,7 +272,7 @@ def clear_manifest(path: Path) -> None:
     )
 
 
-def _refuse_out_of_sight(existing: manifest.Manifest, path: Path) -> None:
+def _refuse_invisible_server(existing: manifest.Manifest, path: Path) -> None:
     """Refuse a manifest whose server may be alive on another host or in another container."""
     is_here = existing.boot_id == boot_id()
     if existing.server.is_visible() if is_here else existing.host == socket.gethostname():

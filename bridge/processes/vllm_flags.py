@@ -296,7 +296,7 @@ def check(
         raise UsageError(
             f"unexpected argument {flags[0]!r}", hint="give the model as --model, and vLLM's own flags after --"
         )
-    insisted_on = _listed(insisted)
+    allowed_anyway = _listed(insisted)
     faults = list[str]()
     hints = list[str]()
     unknown = list[str]()
@@ -306,14 +306,14 @@ def check(
         if name in OURS - SHARED_NAMES:
             faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
         elif why is not None:
-            is_passed = why.allowed(value) or (why.may_insist and name in insisted_on)
+            is_passed = why.allowed(value) or (why.may_insist and name in allowed_anyway)
             if (shares_weights or why.any_server) and not is_passed:
                 faults.append(f"{given}: {why.reason}")
                 if why.hint:
                     hints.append(why.hint)
                 if why.may_insist:
                     unknown.append(name)
-        elif name not in HARMLESS | OURS | insisted_on and not _turns_off(name):
+        elif name not in HARMLESS | OURS | allowed_anyway and not _turns_off(name):
             faults.append(f"{given}: not known to keep the server's results equal to the trainer's")
             unknown.append(name)
     variables = {**OTHER_VARIABLES, **(REFUSED_VARIABLES if shares_weights else {})}
@@ -321,7 +321,7 @@ def check(
         if environment.get(name, "") not in OFF:
             faults.append(f"{name}={environment[name]}: {reason}")
     if unknown:
-        listed = ",".join(dict.fromkeys(name.lstrip("-") for name in (*sorted(insisted_on), *unknown)))
+        listed = ",".join(dict.fromkeys(name.lstrip("-") for name in (*sorted(allowed_anyway), *unknown)))
         them = "it out, or, if it does" if "," not in listed else "them out, or, if they do"
         hints.append(f"leave {them} no harm: {INSIST} {listed}")
     if faults:

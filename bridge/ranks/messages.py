@@ -125,7 +125,7 @@ def _error(kind: str, message: str, hint: str) -> BridgeError:
     """Recreate the error of a rank; `kind` is the name of its class."""
     error_class = _class(kind)
     if not issubclass(error_class, BridgeError):
-        raise RankError(f"a message from another rank has no error named {kind}", hint="run the same code on all hosts")
+        raise RankError(f"a message from another rank names an unknown {kind}", hint="run the same code on all hosts")
     return error_class(message, hint=hint)
 
 

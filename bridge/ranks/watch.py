@@ -221,11 +221,11 @@ class SignsOfLife:
         if time.monotonic() < self._next:
             return None
         with suppress(RuntimeError):  # the first rank has exited
-            self._beat()
+            self._send_heartbeat()
         self._next = time.monotonic() + BEAT_S
         return next((rank for rank, silent_s in self._silent_s.items() if silent_s > SILENT_LIMIT_S), None)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._count += 1
         self._store.set(f"{BEAT}{self._rank}", str(self._count))
         for rank, last in self._last.items():

@@ -317,8 +317,8 @@ def remarks(
     if any(message.get("role") == AS_SYSTEM for message in messages):
         yield f"messages with the role {AS_SYSTEM} are rendered as system messages, as in an agent's requests"
     if foreign := [role for role in MEANT if any(message.get("role") == role for message in messages)]:
-        meant = ", ".join(f"{MEANT[role]} for {role}" for role in foreign)
-        yield f"the chat template writes unusual roles unchanged; most models are trained with {meant}"
+        usual_roles = ", ".join(f"{MEANT[role]} for {role}" for role in foreign)
+        yield f"the chat template writes unusual roles unchanged; most models are trained with {usual_roles}"
     if any(chat["prompt"][-1].get("role") == "assistant" for chat in chats):  # type: ignore[union-attr]
         yield "prompts that end with a message of the assistant are continued: a completion is the rest of that message"
     if any(_loses_turn(tokenizer, source, problem, template) for problem in chats):
@@ -340,7 +340,7 @@ def remarks(
             f"messages contain {', '.join(map(repr, inside))} as text, which is encoded as special tokens: the model"
             " may take the text after them for a new turn"
         )
-    if len(chats) < len(problems) and any(_ends_by_itself(tokenizer)):
+    if len(chats) < len(problems) and any(_appended_end(tokenizer)):
         yield "the tokenizer appends an end-of-sequence token to every text; prompts are sent without it"
     yield from _columns(source if chats else "", problems, template, read)
 
@@ -391,7 +391,7 @@ def _marked_inside(message: Message, marker: str) -> tuple[Message, dict[str, st
     return changed, marks
 
 
-def _ends_by_itself(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _appended_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     encoded = tokenizer("2+3=", return_special_tokens_mask=True)
     added = [*encoded["special_tokens_mask"]]
     return added[-1:] if 0 in added else []
@@ -400,7 +400,7 @@ def _ends_by_itself(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _columns(
     source: str, problems: Sequence[Problem], template: Mapping[str, Any], read: Collection[str | None] | None
 ) -> Iterator[str]:
-    """Yield which columns the chat template gets, which only share a name with its arguments, and which are unused."""
+    """Yield notes about columns that the chat template gets, that it does not use, and that the model never sees."""
     names = dict.fromkeys(name for problem in problems for name in problem)
     usable = [name for name in COLUMNS if any(objects(problem.get(name)) for problem in problems)]
     taken = [name for name in usable if name in source and name not in template]
@@ -436,10 +436,10 @@ def _variables(source: str) -> set[str]:
 
 def roles(render: Render) -> list[str]:
     """Return which of the common roles a template renders."""
-    return [role for role, messages in PROBES.items() if _comes_out(render, role, messages)]
+    return [role for role, messages in PROBES.items() if _is_rendered(render, role, messages)]
 
 
-def _comes_out(render: Render, role: str, messages: Sequence[Message]) -> bool:
+def _is_rendered(render: Render, role: str, messages: Sequence[Message]) -> bool:
     try:
         render(messages)
     except Exception:  # noqa: BLE001  the template rejects the role

@@ -130,10 +130,10 @@ def refuse_images(problem: Problem) -> None:
 
 def check_prompts(prompts: object) -> None:
     """Refuse a single prompt in place of a list: its letters, fields or messages would be taken for prompts."""
-    alone = isinstance(prompts, str | Mapping)
-    entries = [] if alone or not isinstance(prompts, Sequence) else prompts
+    is_single = isinstance(prompts, str | Mapping)
+    entries = [] if is_single or not isinstance(prompts, Sequence) else prompts
     wrong = next((entry for entry in entries if isinstance(entry, dict) and "prompt" not in entry), None)
-    if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
+    if is_single or (wrong is not None and {"role", "content"} <= wrong.keys()):
         raise UsageError(
             f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
             hint="pass a list: policy.sample([prompt])",

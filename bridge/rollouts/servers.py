@@ -34,9 +34,9 @@ UNFIT = (400, 413, 422)
 """HTTP statuses for a request that the model cannot serve."""
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 """HTTP statuses of a server that is busy or unhealthy, and may recover soon."""
-FIRST_REST_S = 1.0
+FIRST_COOLDOWN_S = 1.0
 """Cooldown in seconds of a server that failed, if another server answers; doubled after each further failure."""
-REST_LIMIT_S = 60.0
+COOLDOWN_LIMIT_S = 60.0
 
 
 class Connections:
@@ -51,9 +51,9 @@ class Connections:
             with self._client(url) as http:
                 response = await http.request(method, f"{url.rstrip('/')}{route}", json=body)
         except (httpx.TransportError, httpx.InvalidURL, httpx.DecodingError) as error:
-            is_no_address = isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL)
+            is_bad_url = isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL)
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise RequestFailed(reason, "never" if is_no_address else "anywhere") from error
+            raise RequestFailed(reason, "never" if is_bad_url else "anywhere") from error
         if not response.is_success:
             raise _rejection(url, route, response)
         try:
@@ -113,7 +113,7 @@ class Health:
     in_flight: int = 0
     num_failures: int = 0
     """Failures since the server last answered, except those during its cooldown."""
-    rests_until: float = 0.0
+    cooldown_until: float = 0.0
     """Time at which the cooldown ends."""
 
     @contextmanager
@@ -123,19 +123,19 @@ class Health:
             yield
         except RequestFailed:
             now = self.clock()
-            if now >= self.rests_until:
-                self.rests_until = now + min(REST_LIMIT_S, FIRST_REST_S * 2 ** min(self.num_failures, 16))
+            if now >= self.cooldown_until:
+                self.cooldown_until = now + min(COOLDOWN_LIMIT_S, FIRST_COOLDOWN_S * 2 ** min(self.num_failures, 16))
                 self.num_failures += 1
             raise
         else:
             self.num_failures = 0
-            self.rests_until = 0.0
+            self.cooldown_until = 0.0
         finally:
             self.in_flight -= 1
 
     def is_well(self) -> bool:
         """Return whether to send the server a request: not during the cooldown after a failure, then one at a time."""
-        return not self.num_failures or (not self.in_flight and self.clock() >= self.rests_until)
+        return not self.num_failures or (not self.in_flight and self.clock() >= self.cooldown_until)
 
 
 @dataclass(eq=False)
@@ -206,7 +206,7 @@ def next_of(servers: Iterable[Server]) -> Server:
     def key(server: Server) -> tuple[bool, float, int, int]:
         health = server.health
         is_well = server.health.is_well()
-        return not is_well, 0.0 if is_well else health.rests_until, health.in_flight, server.last_request
+        return not is_well, 0.0 if is_well else health.cooldown_until, health.in_flight, server.last_request
 
     server = min(servers, key=key)
     server.last_request = next(_requests)

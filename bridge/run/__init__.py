@@ -1,5 +1,5 @@
 """One training run: the trainer's loop over steps, its metrics, reports and checkpoints, and how it resumes.
 
-Words: *step* (one batch, one publication).
+Terms: *step* (one batch, one publication).
 May import: every other package of `bridge`.
 """

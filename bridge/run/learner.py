@@ -136,7 +136,8 @@ class Learner:
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
-        of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))  # ranks of a share repeat its tokens
+        # Ranks that share a pass all have the same tokens: count them once.
+        of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))
         whole = (torch.cat(of_update) for of_update in zip(*of_shares, strict=True))
         return [least_entropy(whole_N, self.spec.top_entropy).to(self.trainable.device) for whole_N in whole]
 
@@ -221,7 +222,7 @@ class Learner:
         self.trainable.add_gradients(passes, self._loss, widens=len(passes) > 1)
 
     def _update_in_backward(self, passes: Sequence[Pass]) -> None:
-        """Take an update during its backward pass; if the user's loss fails, skip the update and end training."""
+        """Apply an update during its backward pass; if the user's loss fails, skip the update and end training."""
 
         def losses() -> list[Tensor] | None:
             try:

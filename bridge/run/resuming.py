@@ -53,8 +53,8 @@ def _text(problem: Problem) -> str:
     prompt: Any = problem["prompt"]
     if isinstance(prompt, str):
         return prompt
-    spoken = [message for message in prompt if message["role"] not in ("system", "developer")]
-    contents = [message.get("content") for message in spoken or prompt]
+    without_instructions = [message for message in prompt if message["role"] not in ("system", "developer")]
+    contents = [message.get("content") for message in without_instructions or prompt]
     return contents[0] if len(contents) == 1 and isinstance(contents[0], str) else repr(contents)
 
 
@@ -76,7 +76,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
         raise UsageError(
             f"--seed {config.seed}: {source.folder} was trained on {progress.problems_drawn:,} problems in the order of"
             f" --seed {seed}; with a different seed, they would be different problems",
-            hint=f"--seed {seed}, or {_start_anew(source, config.mode)}",
+            hint=f"--seed {seed}, or {_new_run_hint(source, config.mode)}",
         )
     lines = [*_changed(before, now, differing - MAY_DIFFER, progress.step)]
     if "training_steps" in differing and config.optimizer.lr_scheduler_type in ENDING:
@@ -101,7 +101,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
             f"these are not the problems that {source.folder} was trained on{counts}: the first"
             f" {progress.problems_drawn:,} of them would be skipped, and problems of the old run could repeat",
             hint=f"give the same {flag('data' if config.task.data else 'environment')}, or"
-            f" {_start_anew(source, config.mode)}",
+            f" {_new_run_hint(source, config.mode)}",
         )
     lines.append(
         f"the environment's first problems differ from those of the run, but {progress.problems_drawn:,} of them are"
@@ -110,7 +110,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
     return lines
 
 
-def _start_anew(source: SavedCheckpoint, mode: str) -> str:
+def _new_run_hint(source: SavedCheckpoint, mode: str) -> str:
     """Return a hint about how to start a new run from the checkpoint's weights."""
     if mode == "lora_only":
         exported = f"bridge export {shlex.quote(str(source.folder))} --out FOLDER"

@@ -132,7 +132,7 @@ def supervise(channel: int, last_words: int, trainer: int) -> None:
     """
     signals = (signal.SIGCHLD, STOP, END)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    _ignore_the_terminal()
+    _ignore_terminal_signals()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     own = os.getpid()
     for descriptor in (channel, last_words):
@@ -161,7 +161,7 @@ def supervise(channel: int, last_words: int, trainer: int) -> None:
     os._exit(status if status >= 0 else BY_SIGNAL - status)
 
 
-def _ignore_the_terminal() -> None:
+def _ignore_terminal_signals() -> None:
     """Ignore the signals that a terminal sends to all of its processes: the trainer decides when to stop."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -196,7 +196,7 @@ def work(channel: int, last_words: int, supervisor: int) -> None:
     On a crash or SIGTERM, the process writes its stack to the file `last_words` and exits.
     """
     os.setpgid(0, 0)  # a score that signals its process group must only reach processes that it started
-    _ignore_the_terminal()
+    _ignore_terminal_signals()
     faulthandler.enable(last_words, all_threads=False)
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
     os.register_at_fork(after_in_child=partial(_disconnect, channel, last_words))
@@ -211,10 +211,10 @@ def work(channel: int, last_words: int, supervisor: int) -> None:
 
 def _disconnect(*descriptors: int) -> None:
     """Redirect descriptors to /dev/null. If they were closed, files that a score opens could get their numbers."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
-        os.dup2(nowhere, descriptor, inheritable=False)
-    os.close(nowhere)
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 def _serve(connection: socket.socket) -> None:

@@ -59,9 +59,9 @@ class WorkerProcess:
         self._start()
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_socket = socket.socketpair()
         self._last_words = tempfile.TemporaryFile()  # noqa: SIM115  closed after it is read
-        given = theirs.fileno(), self._last_words.fileno()
+        given = worker_socket.fileno(), self._last_words.fileno()
         path = json.dumps([str(folder) for folder in sys.path])
         command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
         environment = redaction.worker_environment(self._variables) | direct_to_loopback()
@@ -69,7 +69,7 @@ class WorkerProcess:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0, env=environment
         )
-        theirs.close()
+        worker_socket.close()
         with suppress(ConnectionError):  # the process has already exited, which the next request will notice
             self._socket.sendall(self._recipe)
         self._socket.setblocking(False)
@@ -174,7 +174,7 @@ class WorkerProcess:
         try:
             return await self._next_answer(limit, Origin)  # type: ignore[no-any-return]
         except HARM as error:
-            how = await self._what_it_did(error)
+            how = await self._failure(error)
             what = f"took longer than {START_LIMIT_S:g} s" if limit.expired() else how
         raise RewardError(
             f"a scoring process failed to create the scoring object: it {what}",
@@ -190,7 +190,7 @@ class WorkerProcess:
         try:
             return await self._next_answer(limit, Score | FailedScore | Reply, question)  # type: ignore[no-any-return]
         except HARM as error:
-            how = await self._what_it_did(error)
+            how = await self._failure(error)
             return f"took longer than {timeout_s:g} s" if limit.expired() else how
         finally:
             self._limit = None
@@ -253,7 +253,7 @@ class WorkerProcess:
         """Return whether the worker has written anything unread, or has closed the connection."""
         return bool(self._received or is_readable(self._socket, wait_s))
 
-    async def _what_it_did(self, harm: BaseException) -> str:
+    async def _failure(self, harm: BaseException) -> str:
         """Wait for the worker to exit, and describe how it failed; it may only have closed the connection."""
         if isinstance(harm, BadAnswerError):
             return SPOILED

@@ -153,7 +153,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _Server:
-    """The server of one update. Without a client, another rank of the replica calls it."""
+    """The server of one update; `client` is None on ranks that do not call it."""
 
     client: BridgeClient | None
     send_pause: Callable[[BridgeClient], Status]

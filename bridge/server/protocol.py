@@ -127,10 +127,10 @@ class Status(Capabilities):
 
     def torn(self) -> str:
         """Return a message that says what is torn, and why."""
-        what = "adapter" if self.writes == "adapter" else "weights"
+        part = "adapter" if self.writes == "adapter" else "weights"
         writer = "the process" if self.holder is None else f"process {self.holder.pid}"
         return (
-            f"the {what} may be half-written: {writer} died inside the fence after version {self.version}, and the"
+            f"the {part} may be half-written: {writer} died inside the fence after version {self.version}, and the"
             " server generates nothing until a checkpoint is restored"
         )
 
@@ -217,7 +217,7 @@ class WriteRequest(HolderRequest):
     """One finite value per element, exactly representable in the parameter's dtype."""
 
     @model_validator(mode="after")
-    def _one_value_each(self) -> Self:
+    def _check_num_values(self) -> Self:
         if len(self.values) != len(self.elements):
             raise ValueError(f"{len(self.values)} values for {len(self.elements)} elements, expected one each")
         return self

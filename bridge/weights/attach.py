@@ -206,12 +206,12 @@ def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape])
     layout.check_parts([other_shard.param_mappings for other_shard in manifest.shards])
     held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
     layout.check_coverage(shapes, held, shard.param_mappings, shard.padding)
-    odd = [n for n, h in shard.ipc_handles.items() if not is_exact(dtype, getattr(torch, h.dtype))]
-    bent = [n for n, h in shard.ipc_handles.items() if h.stride != layout.contiguous_stride(h.shape)]
-    if odd or bent:
+    inexact = [n for n, h in shard.ipc_handles.items() if not is_exact(dtype, getattr(torch, h.dtype))]
+    strided = [n for n, h in shard.ipc_handles.items() if h.stride != layout.contiguous_stride(h.shape)]
+    if inexact or strided:
         raise ManifestError(
-            f"{len(odd)} parameters are not {manifest.dtype}, {len(bent)} are not contiguous, the first:"
-            f" {(odd + bent)[0]}",
+            f"{len(inexact)} parameters are not {manifest.dtype}, {len(strided)} are not contiguous, the first:"
+            f" {(inexact + strided)[0]}",
             hint=RESTART,
         )
 

@@ -112,7 +112,7 @@ def plan(
     given = train.given()
     rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
     best = next((row for row in rows if not row.lacking_gib), None)
-    lean = next((row for row in rows if not row.lacking_gib and not row.host_gib), None)
+    other = next((row for row in rows if not row.lacking_gib and not row.host_gib), None)
     planned = Plan(
         model=serve.model,
         num_params=size.num_params,
@@ -125,7 +125,7 @@ def plan(
         obstacles=tuple(obstacles),
         sight=model_checks.sight(model_checks.read(str(folder)) or {}),
         recommended=command(best, size, serve, given, longest) if best else None,
-        recommended_without_host=command(lean, size, serve, given, longest) if lean and best is not lean else None,
+        recommended_without_host=command(other, size, serve, given, longest) if other and best is not other else None,
     )
     if as_json:
         console.data(json.dumps(asdict(planned), allow_nan=False))

@@ -126,7 +126,7 @@ def of_running(
 
 
 def _visible(count: int, tp_size: int, requested: int, device: str) -> list[str | None]:
-    """Return the GPUs visible to each of `count` ranks, which are those of its replica; `requested` is `--gpus`."""
+    """Return the GPUs visible to each of `count` ranks: the GPUs of its replica; `requested` is `--gpus`."""
     if device != "cuda" or count == 1:
         return [None] * count
     num_gpus = len(accelerator.gpu_memory_bytes())

@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
         codes = {local_rank: process.poll() for local_rank, process in enumerate(self.processes())}
         if any(codes.values()):
             self._killed = {local_rank: -code for local_rank, code in codes.items() if code and code < 0}
-            self._let_end()
+            self._wait_for_exit()
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
@@ -123,14 +123,14 @@ class Agent(LocalElasticAgent):
             return
         try:
             if death_sig is None:
-                self._let_end()
+                self._wait_for_exit()
             self._pcontext.close(death_sig or signal.SIGTERM, END_LIMIT_S)
         except SignalException as another:
             self._shutdown(another.sigval)
             if death_sig is None:
                 raise
 
-    def _let_end(self) -> None:
+    def _wait_for_exit(self) -> None:
         """Wait for all ranks to exit, unless one has not joined the others yet: no rank has anything to save then."""
         deadline = time.monotonic() + END_LIMIT_S
         while time.monotonic() < deadline:

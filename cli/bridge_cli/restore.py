@@ -108,10 +108,10 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
     others = [key for key in COMPUTED_WITH if stored.get(key) != expected.get(key)]
     if others:
         differences = "; ".join(f"{key} {stored.get(key)}, expected {expected.get(key)}" for key in others[:3])
-        serve_it = f"bridge serve-vllm --model {shlex.quote(str(folder))}"
+        serve_command = f"bridge serve-vllm --model {shlex.quote(str(folder))}"
         raise UsageError(
             f"{folder} does not hold the served model, {name}: {differences}",
-            hint=f"name a checkpoint of {name}, or serve this model: {serve_it}",
+            hint=f"name a checkpoint of {name}, or serve this model: {serve_command}",
         )
     model_folder.check(served, folder, parts[0])
 

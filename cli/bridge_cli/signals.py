@@ -81,9 +81,9 @@ class DisconnectableStream:
                     f"cannot write the output: {error.strerror}",
                     hint="make room on the disk that stdout is redirected to",
                 ) from error
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
         return otherwise
 
 

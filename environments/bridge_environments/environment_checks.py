@@ -176,8 +176,8 @@ def answer_fault(problem: Any) -> str:
     if "answer" not in problem:
         return "has no answer"
     answer = problem["answer"]
-    is_no_number = isinstance(answer, bool) or (isinstance(answer, float) and not math.isfinite(answer))
-    if is_no_number or not isinstance(answer, str | int | float):
+    is_invalid_number = isinstance(answer, bool) or (isinstance(answer, float) and not math.isfinite(answer))
+    if is_invalid_number or not isinstance(answer, str | int | float):
         return f"has the answer {shortened(repr(answer))}, expected text or a number"
     return "" if str(answer).strip() else "has an empty answer"
 
@@ -198,7 +198,7 @@ def problem_fault(problem: object, *, opens_images: bool = True) -> str:
         expected = f"text or messages {{'role': text, 'content': text}}{parts if has_images else ''}"
         return f"its prompt is {shortened(repr(prompt))}, expected {expected}"
     fault = _text_fault(prompt) or images_fault(images, opens=opens_images)
-    return fault or (_places_fault(prompt, len(problem["images"])) if has_images else "")
+    return fault or (_image_parts_fault(prompt, len(problem["images"])) if has_images else "")
 
 
 def _text_fault(prompt: Any) -> str:
@@ -206,7 +206,7 @@ def _text_fault(prompt: Any) -> str:
     return fault and f"its prompt {fault}"
 
 
-def _places_fault(messages: list[Any], num_images: int) -> str:
+def _image_parts_fault(messages: list[Any], num_images: int) -> str:
     """Return what is wrong with the image parts in messages; empty if each image has one, or there are none at all."""
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     num_places = sum(part["type"] == "image" for part in parts)

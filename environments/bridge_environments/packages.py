@@ -137,12 +137,12 @@ class _Process:
     """Handle of the process that runs verifiers; the caller limits the time of an episode."""
 
     def __init__(self, python: Path) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
+        self._connection, child_end = Pipe()
+        with child_end:
             # -P: otherwise, files next to the program would shadow libraries of the same name
-            command = [str(python), "-u", "-P", str(PROGRAM), str(theirs.fileno())]
+            command = [str(python), "-u", "-P", str(PROGRAM), str(child_end.fileno())]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(),), process_group=0
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(child_end.fileno(),), process_group=0
             )
 
     def answer(self, request: object, limit_s: float | None) -> Any:

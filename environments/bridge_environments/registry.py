@@ -82,7 +82,7 @@ def load(config: TaskConfig) -> Task:
     if name in FORMATS:
         known = FORMATS[name]
         chosen = known.system_prompt if config.system_prompt is None else config.system_prompt
-        return _of_rows(config, known, partial(_instructed, system_prompt=chosen))
+        return _of_rows(config, known, partial(_with_system_prompt, system_prompt=chosen))
     kind = _class(config)
     interaction = environment_checks.interaction(kind, name)
     _refuse_unused_data(config, interaction)
@@ -91,7 +91,7 @@ def load(config: TaskConfig) -> Task:
     if not _rewards(config) and (hasattr(kind, "score") or not hasattr(kind, own_reward)):
         environment_checks.check_score(environment, name)
     schemas = environment_checks.schemas(environment, name) if interaction == "tools" else []
-    instructed = partial(_instructed, system_prompt=config.system_prompt, is_chat=interaction == "tools")
+    instructed = partial(_with_system_prompt, system_prompt=config.system_prompt, is_chat=interaction == "tools")
     task = _of_class(config, environment, instructed) if config.data is None else _of_rows(config, JSONL, instructed)
     return replace(task, interaction=interaction, schemas=tuple(schemas))
 
@@ -251,7 +251,7 @@ def _no_environment(name: str) -> UsageError:
     return UsageError(f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}", hint=hint)
 
 
-def _instructed(problem: Problem, system_prompt: str | None, *, is_chat: bool = False) -> Problem:
+def _with_system_prompt(problem: Problem, system_prompt: str | None, *, is_chat: bool = False) -> Problem:
     """Return `problem` with its system message replaced; an empty text removes it, None changes nothing.
 
     When a text prompt becomes chat messages, the text is kept as `plain_prompt` for models without a chat template.

@@ -4,8 +4,8 @@ An answer is *marked* by `####` in front of it, up to the end of the line, or by
 counts, and marks inside `<think>...</think>` do not. A heading such as `#### Answer` above other text is not a mark.
 math-verify decides what is equal, by its defaults, except for small numbers (`_is_equal`), percentages (`_read`),
 emphasis, words after a number, mixed numbers, thousands separators, scientific notation, and text before or after an
-answer (`_tidied`). It has no time limit here, and evaluates formulas such as `10^10^10`: `bridge/scoring` ends scores
-that take too long.
+answer (`_normalized`). It has no time limit here, and evaluates formulas such as `10^10^10`: `bridge/scoring` ends
+scores that take too long.
 """
 
 import difflib
@@ -421,7 +421,7 @@ def _last_mark(text: str) -> Any:
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> list[Any]:
     given = marked(answer)
-    tidy = _tidied(answer if given is None else given)
+    tidy = _normalized(answer if given is None else given)
     readings = [] if PROSE.fullmatch(tidy) else _formula(tidy)
     if all(isinstance(reading, str) for reading in readings):  # math-verify returns text that it cannot parse
         raise RewardError(
@@ -437,7 +437,7 @@ def _read(given: str, *, word: str, has_euler: bool) -> list[Any]:
     A line after `####` may be prose, in which math-verify finds a number; the content of a box is a formula. `word`
     matches what makes a line prose; empty for a box.
     """
-    tidy = _tidied(given, has_euler=has_euler)
+    tidy = _normalized(given, has_euler=has_euler)
     if not tidy:
         return []
     if PERCENT.fullmatch(tidy):  # math-verify reads `-5%` in a box as a product of three numbers, equal to neither
@@ -449,7 +449,7 @@ def _read(given: str, *, word: str, has_euler: bool) -> list[Any]:
     return _parse(tidy) if word and is_unread else readings
 
 
-def _tidied(given: str, *, has_euler: bool = False) -> str:
+def _normalized(given: str, *, has_euler: bool = False) -> str:
     """Return a marked answer without its decoration, in a form that math-verify parses correctly."""
     tidy = END.sub("", MARKUP.sub("", EMPHASIS.sub(r"\3", given.strip())).strip())
     tidy = EQUALS.sub("", tidy, count=1) if EQUALS.match(tidy) else tidy
@@ -470,7 +470,7 @@ def _joined(text: str) -> str:
     text = EMPHASIS.sub(r"\3", text)
     text = DOLLARS.sub("", text.replace("\u2212", "-"))
     text = SMALL_FRACTION.sub(_plain_fraction, text)
-    text = MIXED.sub(_improper, text)
+    text = MIXED.sub(_as_improper_fraction, text)
     for thousands in (THOUSANDS, COMMAS):
         text = thousands.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     return SCIENTIFIC.sub(lambda match: _in_digits(match[0]), text)
@@ -482,7 +482,7 @@ def _plain_fraction(match: re.Match[str]) -> str:
     return f"{digit} {plain}" if digit else plain
 
 
-def _improper(match: re.Match[str]) -> str:
+def _as_improper_fraction(match: re.Match[str]) -> str:
     """Return a mixed number as a fraction, 5/4 for `1 1/4`; other matches, such as `3 12/5`, stay unchanged."""
     whole, part, of = (int(number.replace(",", "")) for number in match.groups())
     return f"{whole * of + part}/{of}" if part < of else match[0]

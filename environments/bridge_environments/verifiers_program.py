@@ -40,7 +40,7 @@ class Host:
         from verifiers.v1.utils import loaders
 
         resolved = _resolved(config)
-        self._seat = _seat(resolved)
+        self._trained_agent = _trained_agent(resolved)
         self._env = loaders.load_environment(resolved)
         self._tasksets = [self._env.taskset]
         if held_out is not None:
@@ -76,9 +76,9 @@ class Host:
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise Refused(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed")
-        traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
+        traces = [trace for trace in episode.traces if trace.agent.name == self._trained_agent]
         if len(traces) != 1:
-            raise Refused(f"it ran its agent {self._seat} {len(traces)} times in one episode, expected once")
+            raise Refused(f"it ran its agent {self._trained_agent} {len(traces)} times in one episode, expected once")
         return {name: reward.value for name, reward in traces[0].rewards.items() if reward is not None}
 
 
@@ -119,7 +119,7 @@ async def _prepared(config: Any) -> None:
                 await loaders.load_harness(agent.harness).setup(runtime)
 
 
-def _seat(config: Any) -> str:
+def _trained_agent(config: Any) -> str:
     """Return the name of the agent in training, the only one without its own endpoint."""
     from verifiers.v1.configs.agent import agent_config_fields
 

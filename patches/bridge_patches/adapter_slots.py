@@ -192,13 +192,13 @@ class Adapters:
         return await original(lora_request)
 
     async def load(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_strangers(request.lora_name)
+        self._refuse_other_clients(request.lora_name)
         answer = await original(request, *args, **kwargs)
         self._is_expected = self._is_expected or self.newest() is not None
         return answer
 
     async def unload(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_strangers(request.lora_name)
+        self._refuse_other_clients(request.lora_name)
         answer = await original(request, *args, **kwargs)
         self._is_expected = self._is_expected and (self._fence.lease is not None or self.newest() is not None)
         return answer
@@ -221,7 +221,7 @@ class Adapters:
             )
         return name
 
-    def _refuse_strangers(self, name: str) -> None:
+    def _refuse_other_clients(self, name: str) -> None:
         lease = self._fence.lease
         if lease and name.startswith(ADAPTER) and not is_ours.get():
             raise HTTPException(

@@ -82,7 +82,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
     of_prompt = _of_prompt(answer.prompt_logprobs, num_tokens) if body.prompt_logprobs else []
     if not all(math.isfinite(logprob) for several in (*logprobs, of_prompt[1:]) for logprob in several):
-        raise await _explained(request)
+        raise await _not_finite_error(request)
     # vLLM never includes the stop token in the text; stop strings are not stop tokens.
     texts = _texts(
         engine.tokenizer,
@@ -239,7 +239,7 @@ async def _unless_disconnected(request: Request, answers: AsyncGenerator[Any, No
         waiting.cancel()
 
 
-async def _explained(request: Request) -> Exception:
+async def _not_finite_error(request: Request) -> Exception:
     """Return the error for non-finite log-probabilities; it says whether the weights are the cause."""
     scan = await exporter.finiteness(request.app.state.bridge_engine)
     if not scan.not_finite:

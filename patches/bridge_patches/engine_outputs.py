@@ -207,7 +207,7 @@ class Held:
         """Return the newest output with all tokens that were held."""
         self.output.new_token_ids = self.token_ids
         if self.logprobs:
-            numbers = _instead_of_ranks(self.output.request_id, np.array(self.ranks), np.array(self.versions))
+            numbers = _replaced_ranks(self.output.request_id, np.array(self.ranks), np.array(self.versions))
             arrays = (np.array(self.token_ids)[:, None], np.array(self.logprobs, np.float32)[:, None], numbers)
             self.output.new_logprobs = _encoded((array.dtype.str, array.shape, array.tobytes()) for array in arrays)
         return self.output
@@ -222,9 +222,9 @@ class Outbox:
 
     def due(self, outputs: Iterable[Any]) -> list[Any]:
         """Return which of a step's outputs to send, and hold the others."""
-        return [message for output in outputs if (message := self._due(output)) is not None]
+        return [message for output in outputs if (message := self._output_if_due(output)) is not None]
 
-    def _due(self, output: Any) -> Any:
+    def _output_if_due(self, output: Any) -> Any:
         request_id = output.request_id
         if ROLLOUT not in request_id:
             output.new_logprobs = output.new_logprobs and output.new_logprobs.encoded()
@@ -246,14 +246,14 @@ class Outbox:
             self._held = {request: held for request, held in self._held.items() if request in living}
 
 
-def _instead_of_ranks(request_id: str, ranks: Any, versions: Any) -> Any:
-    """Return what a rollout gets in place of its tokens' ranks, which may have thresholds packed into them.
+def _replaced_ranks(request_id: str, ranks: Any, versions: Any) -> Any:
+    """Return the numbers that a rollout gets instead of its tokens' ranks; ranks may have packed thresholds.
 
     Shapes: [N] int64, [N] int64 -> [N] int64.
     """
     if FILTERED not in request_id:
         return versions
-    kept = np.where(ranks >> RANK_SHIFT != 0, ranks & KEPT_MASK, 0)  # unknown if nothing is packed
+    kept = np.where(ranks >> RANK_SHIFT != 0, ranks & KEPT_MASK, 0)  # 0: no thresholds are packed
     return (versions % 2**COUNT_BITS) << RANK_SHIFT | kept
 
 

@@ -65,7 +65,7 @@ def patch() -> None:
 
 
 def unpack(numbers: Any) -> tuple[Any, Any, Any]:
-    """Return the ranks, or what was packed in their place, the thresholds, and the numbers of kept words."""
+    """Unpack `numbers` into three arrays: ranks (or versions in their place), thresholds, and counts of kept words."""
     packed = np.asarray(numbers, dtype=np.int64)
     thresholds = ((packed & (2**THRESHOLD_BITS - 1)) << 32 - THRESHOLD_BITS).astype(np.uint32).view(np.float32)
     counts = (packed >> THRESHOLD_BITS) & (2**COUNT_BITS - 1)
@@ -92,7 +92,7 @@ def wrap_sampler(
         before = None if temperatures is None else arguments["logits"].clone()  # vLLM modifies the logits in place
         output = original(self, *args, **kwargs)
         tensors = output.logprobs_tensors
-        has_ranks = tensors is not None and len(tensors.selected_token_ranks)  # absent for a full vocabulary
+        has_ranks = tensors is not None and len(tensors.selected_token_ranks)  # none with the full vocabulary
         if temperatures is not None and before is not None and processed and has_ranks:
             packed = pack(tensors.selected_token_ranks, *kept(before.float(), processed[0], temperatures))
             output.logprobs_tensors = tensors._replace(selected_token_ranks=packed)

@@ -130,7 +130,7 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
     return {name: join(name, tuple(sources[name].shape), parts) for name, parts in copies.items()}
 
 
-def _hold_loaded_buffers(model: nn.Module, views: Mapping[str, View]) -> None:
+def _loaded_buffers_to_parameters(model: nn.Module, views: Mapping[str, View]) -> None:
     """Replace each buffer that gets a loaded weight with a parameter, so that it is exported like one."""
     loaded = {view.parameter for view in views.values()}
     for name, buffer in stored_buffers(model).items():
@@ -174,7 +174,7 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
     def load_weights(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         with record.refusing():
             record.views = views(model, empty.pop()) if empty else record.views
-            _hold_loaded_buffers(model, record.views)
+            _loaded_buffers_to_parameters(model, record.views)
         original(model, *args, **kwargs)
         digests.update(_digests(model))
         known.update((id(tensor), ref(tensor)) for _, tensor in _tensors(model))

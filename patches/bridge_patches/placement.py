@@ -142,7 +142,7 @@ def slot_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def lora_slots(model: nn.Module, views: Mapping[str, View]) -> dict[str, Pair]:
     """Return the LoRA slots of each Hugging Face module whose slots have the standard layout.
 
-    `views` names vLLM's parameters as they are called without LoRA.
+    `views` has the names that vLLM's parameters have without LoRA.
     """
     fused: dict[str, list[str]] = {}  # vLLM's parameter -> the Hugging Face parameters in it, in order
     for name, view in sorted(views.items(), key=lambda item: item[1].offset):

@@ -120,7 +120,7 @@ class ServerFence:
         """Let only `holder` write, until all of its clients that took the lease return it, or the holder dies."""
         self.refuse_without_lease(holder)
         self._refuse_busy(holder)
-        _refuse_unseen(holder)
+        _refuse_invisible_holder(holder)
         if self.lease is None:
             self._takers.clear()
         self._takers.add(client)
@@ -231,7 +231,7 @@ class ServerFence:
 
     def _after_pause(self, request: PauseRequest) -> Phase:
         """Return the phase after a pause; raises the same errors as `pause`."""
-        _refuse_unseen(request.holder)
+        _refuse_invisible_holder(request.holder)
         reads = request.writes == "nothing"
         if not reads:
             self.refuse_without_lease(request.holder)
@@ -335,7 +335,7 @@ async def _unless_gone(
         await asyncio.wait({task})
 
 
-def _refuse_unseen(holder: Holder) -> None:
+def _refuse_invisible_holder(holder: Holder) -> None:
     """Raise AttachError unless all processes of `holder` are running and the server would notice their exit."""
     if not (holder.is_visible() and holder.all_alive()):
         raise AttachError(

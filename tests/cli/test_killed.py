@@ -205,7 +205,7 @@ def run(server: LiveServer, problems: dict[int, list[str]], tmp_path: Path) -> R
         (BEFORE_ITS_CHECKPOINT, [5, 6], 0),
         (WHILE_IT_SAVES, [5, 6], 1),
     ],
-    ids=["while it samples", "when it published", "when it noted that", "while it saves"],
+    ids=["while sampling", "before the metrics line", "before the checkpoint", "while saving"],
 )
 def test_killed_trainer_resumes_without_gap_or_repeat(
     run: Run, problems: dict[int, list[str]], by: Disturbance | str, lost: list[int], num_scratch: int

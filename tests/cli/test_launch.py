@@ -92,7 +92,7 @@ BEFORE = ["check", "prepare", "record"]
 RUN = [*BEFORE, "start", "train", "stop", "print the ending"]
 
 
-@pytest.mark.parametrize("layout", [None, RankLayout(1, "", [None])], ids=["a rank", "alone"])
+@pytest.mark.parametrize("layout", [None, RankLayout(1, "", [None])], ids=["inside a rank", "single process"])
 def test_job_runs_checks_server_training_and_ending_in_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: RankLayout | None
 ) -> None:

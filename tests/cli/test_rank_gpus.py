@@ -68,7 +68,7 @@ def test_sizes_that_do_not_divide_the_heads_are_refused(tmp_path: Path, mode: An
     ("widths", "parts", "undivided", "fitting"),
     [((28, 4, 18944), 8, "28 attention heads", 4), ((24, 8, 24576), 3, "8 key-value heads", 2),
      ((12, 2, 8960), 6, "8960 intermediate columns", 4), ((16, 2, 64), 8, "", 8)],
-    ids=["7B", "key-value heads", "1.5B", "shared"],
+    ids=["attention heads", "key-value heads", "intermediate columns", "shared key-value heads"],
 )  # fmt: skip
 def test_unshardable_size_is_refused_with_one_that_fits(
     tmp_path: Path, widths: tuple[int, ...], parts: int, undivided: str, fitting: int
@@ -95,7 +95,7 @@ def test_batch_is_divided_among_replicas_not_gpus() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_atropos_batches_need_not_divide_but_ports_must_fit() -> None:
+def test_atropos_batches_may_be_uneven_but_ports_must_fit() -> None:
     assert len(gpus_of(gpus=4, batch_size=48, group_size=8, rollouts="atropos", port=65532)) == 4
     with pytest.raises(UsageError, match="--port 65533: the servers of all replicas use consecutive ports") as caught:
         gpus_of(gpus=4, rollouts="atropos", port=65533)

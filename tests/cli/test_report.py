@@ -404,7 +404,7 @@ def group(step: int, prompt: str, *rewards: float, text: str = "so", **changed: 
     return line | changed
 
 
-def test_report_follows_recurring_problems_or_else_steps(tmp_path: Path) -> None:
+def test_report_shows_recurring_problems_or_spread_steps(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     lines = [group(step, f"problem {step % 2}", 0.0, 0.5, 1.0) for step in range(1, 21)]
     page = read(path, *lines, group(20, "once", 0.0))

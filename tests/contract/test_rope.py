@@ -85,8 +85,8 @@ def of_trainer(config: PretrainedConfig, max_model_len: int, positions: Tensor) 
     [
         pytest.param(phi(), id="Phi-3.5-mini"),
         pytest.param(phi(128, partial_rotary_factor=0.75), id="Phi-4-mini"),
-        pytest.param(phi(**MSCALES), id="scales of its own"),
-        pytest.param(phi(attention_factor=2.0, factor=8.0), id="what vLLM ignores"),
+        pytest.param(phi(**MSCALES), id="short_mscale and long_mscale"),
+        pytest.param(phi(attention_factor=2.0, factor=8.0), id="factors that vLLM ignores"),
     ],
 )
 def test_longrope_matches_vllm(config: PretrainedConfig, max_model_len: int) -> None:

@@ -32,7 +32,7 @@ class DemoServer:
     model: Path
     pid: int
 
-    def begin_again(self) -> None:
+    def load_initial_weights(self) -> None:
         """Load the initial weights into the live ones, and publish them as a new version."""
         exported = manifest.load(self.manifest)
         live = attach(exported).model

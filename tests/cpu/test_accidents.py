@@ -172,7 +172,7 @@ def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> No
         ("math.nan", "Accident.score returned nan, expected a finite number"),
         ("1 / 0", "Accident.score raised ZeroDivisionError: division by zero (accident.py line 13)"),
     ],
-    ids=["a NaN", "an exception"],
+    ids=["NaN", "exception"],
 )
 def test_invalid_score_loses_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, message: str) -> None:
     before = llama.status().version

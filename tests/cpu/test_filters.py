@@ -137,7 +137,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo_server.DemoS
 def test_filtered_rollouts_are_trained_on(
     demo: demo_server.DemoServer, tmp_path: Path, mode: dict[str, str | int]
 ) -> None:
-    demo.begin_again()
+    demo.load_initial_weights()
     steps: list[StepMetrics] = []
     choices = {"training_steps": 8, "eval_samples": 8, "updates_per_batch": 2, "top_p": 0.9, "top_k": 8, **mode}
     summary = demo.train(tmp_path, steps.append, **choices)

@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     ids=["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "own"],
 )
 def test_every_loss_raises_the_held_out_reward(server: DemoServer, tmp_path: Path, loss: str, updates: int) -> None:
-    server.begin_again()
+    server.load_initial_weights()
     steps: list[StepMetrics] = []
     choices = {"training_steps": STEPS, "eval_samples": 8, "loss": loss, "updates_per_batch": updates}
     summary = server.train(tmp_path, steps.append, **choices)

@@ -148,7 +148,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("losses")
 def test_bridge_learns_what_a_stock_trl_script_learns(demo: DemoServer, tmp_path: Path) -> None:
-    demo.begin_again()
+    demo.load_initial_weights()
     (tmp_path / "ours").mkdir()
     (tmp_path / "stock").mkdir()
     ours = rewards(EXAMPLE.replace("attach()", f"attach({str(demo.manifest)!r})"), tmp_path / "ours", str(STEPS))

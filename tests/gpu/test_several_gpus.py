@@ -73,7 +73,7 @@ def test_run_resumes_on_one_two_and_one_ranks(model: Path, tmp_path: Path) -> No
     assert set(state["steps"].values()) == {9}
 
 
-@pytest.mark.parametrize("way", [(), ADAPTER], ids=["all weights", "an adapter"])
+@pytest.mark.parametrize("way", [(), ADAPTER], ids=["all weights", "adapter"])
 def test_tensor_parallel_weights_equal_their_checkpoint(tmp_path: Path, way: tuple[str, ...]) -> None:
     model = tiny.write(config(), tmp_path / "model", std=0.06)
     rank = scenarios.LORA_RANK if way else None

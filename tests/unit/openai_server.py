@@ -64,12 +64,12 @@ def plain(text_of: Callable[[int], str]) -> Answers:
         if unknown:
             return as_json({"error": {"message": f"Unrecognized request argument supplied: {unknown[0]}"}}, 400)
         sampled = [(40 + index, 50 + len(request.body["prompt"])) for index in range(request.body["n"])]
-        return as_json({"choices": [_told_by_text(index, ids, text_of) for index, ids in enumerate(sampled)]})
+        return as_json({"choices": [_with_token_texts(index, ids, text_of) for index, ids in enumerate(sampled)]})
 
     return answers
 
 
-def _told_by_text(index: int, token_ids: tuple[int, ...], text_of: Callable[[int], str]) -> dict[str, Any]:
+def _with_token_texts(index: int, token_ids: tuple[int, ...], text_of: Callable[[int], str]) -> dict[str, Any]:
     """Leave out the end token, as such a server does."""
     tokens = [text_of(token_id) for token_id in token_ids]
     logprobs = {"tokens": tokens, "token_logprobs": [-5.7 for _ in tokens], "top_logprobs": None, "text_offset": []}

@@ -4,7 +4,7 @@ from tests import template_results
 from tests.template_results import PAGE, page, results
 
 
-def test_page_of_templates_is_current_and_names_losses() -> None:
+def test_template_page_is_current_and_explains_losses() -> None:
     found = results()
     assert len(found) >= 30
     assert PAGE.read_text() == page(found), "python -m tests.template_results writes it"

@@ -78,7 +78,7 @@ class Artist:
         self._pointer = Span(dimension="height", line_color=TEXT)
 
     def drawings(self, metric: Metric) -> Iterator[Drawing]:
-        """Yield the drawings of a metric, none if the runs have no values for it."""
+        """Yield the charts of a metric; none if the runs have no values for it."""
         is_stacked = metric.chart in ("stacked", "ramp") and self._single is not None
         palette = RAMP if metric.chart == "ramp" and is_stacked else COLORS
         for title, curves in self._curves(metric):
@@ -155,8 +155,8 @@ class Artist:
             plot.line("step", name, source=source, color=line.color, alpha=0.4 if line.is_faint else 1, line_width=2)
             padded = np.isfinite([np.nan, *row, np.nan])
             # A line does not show a single value between two gaps, so it is drawn as a dot.
-            alone = padded[1:-1] & ~padded[:-2] & ~padded[2:]
-            plot.scatter(steps[alone], row[alone], color=line.color, size=5)
+            isolated = padded[1:-1] & ~padded[:-2] & ~padded[2:]
+            plot.scatter(steps[isolated], row[isolated], color=line.color, size=5)
         values = [(line.name, f"@{name}{{%.4g}}") for line, name in zip(lines, names, strict=True)]
         hover = HoverTool(
             renderers=[plot.line("step", "top", source=source, alpha=0)], mode="vline",

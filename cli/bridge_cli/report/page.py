@@ -99,7 +99,7 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
         **{
             metric.name: (
                 ", ".join(filter(None, (metric.title, metric.over_run, metric.unit))),
-                _over_run(metric, run),
+                _value_over_run(metric, run),
             )
             for metric in METRICS.values()
             if metric.over_run
@@ -108,7 +108,7 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
     }
 
 
-def _over_run(metric: Metric, run: Run) -> float | None:
+def _value_over_run(metric: Metric, run: Run) -> float | None:
     if isinstance(metric.derive, PerSecond):  # not the mean over steps, where short steps weigh as much as long ones
         amounts, seconds = run.column(metric.derive.amount), run.column(metric.derive.seconds)
         known = ~np.isnan(amounts + seconds)

@@ -102,8 +102,8 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
     evaluations = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
     if lost := sum(1 for _ in json_objects(files.lost_metrics, [], has_step)):
         notes.append(f"the run resumed from a checkpoint: {lost:,} steps were lost and repeated (metrics_lost.jsonl)")
-    dated = (files.server_config, files.config, files.metrics, files.evaluations, files.summary)
-    times = sorted(datetime.fromtimestamp(file.stat().st_mtime) for file in dated if file.is_file())
+    dated_files = (files.server_config, files.config, files.metrics, files.evaluations, files.summary)
+    times = sorted(datetime.fromtimestamp(file.stat().st_mtime) for file in dated_files if file.is_file())
     written = f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M}"
     return Run(
         name=name, path=path, steps=steps,

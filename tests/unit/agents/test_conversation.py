@@ -61,7 +61,7 @@ def test_template_text_between_turns_is_kept(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "config",
     [Qwen2Config(eos_token_id=[5, 7]), Qwen3_5Config(text_config={"eos_token_id": [5, 7]})],
-    ids=["alone", "inside"],
+    ids=["text model", "inside a multimodal model"],
 )
 def test_turn_ends_at_eos_without_generation_defaults(config: PretrainedConfig, tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")

@@ -272,6 +272,8 @@ def test_rehearsal_out_of_time_reports_its_first_failure(
     ]
 
 
-@pytest.mark.parametrize("answer", [10**5000, type("Odd", (), {"__str__": lambda self: 1 / 0})()], ids=["long", "odd"])
+@pytest.mark.parametrize(
+    "answer", [10**5000, type("Odd", (), {"__str__": lambda self: 1 / 0})()], ids=["very long integer", "str fails"]
+)
 def test_unprintable_answer_is_left_out_of_the_rehearsal(answer: object) -> None:
     assert len(list(rehearsal.completions({"prompt": "p", "answer": answer}))) == 5

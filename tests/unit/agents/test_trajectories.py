@@ -275,7 +275,7 @@ def test_only_sampled_tokens_are_trained_on(tmp_path: Path) -> None:
         assert not any(math.isnan(value) for value in sample.sampled_logprobs)
 
 
-def test_kept_words_stay_with_their_tokens(tmp_path: Path) -> None:
+def test_kept_thresholds_stay_with_their_tokens(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), top_p=0.9) as ours:
         (group, *_) = ours.stream.take(2, step=1)
     for one in group.completions:

@@ -72,7 +72,7 @@ def running(
 # Registration
 
 
-def test_a_trainer_registers_with_its_first_step(model: Path) -> None:
+def test_trainer_registers_once_at_its_first_step(model: Path) -> None:
     api = FakeApi(batches=[[pair()], [pair()]])
     with running(model, api) as run:
         assert run.requests("/register") == []

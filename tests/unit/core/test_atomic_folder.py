@@ -245,7 +245,7 @@ def test_next_writer_removes_only_a_killed_writers_files(tmp_path: Path) -> None
 )
 def test_leftovers_are_kept_unless_their_writer_has_ended(tmp_path: Path, edit: object, removed: bool) -> None:
     assert callable(edit)
-    match = atomic_folder._SCRATCH_NAME.fullmatch(atomic_folder._beside(tmp_path / "folder").name)
+    match = atomic_folder._SCRATCH_NAME.fullmatch(atomic_folder._scratch_path(tmp_path / "folder").name)
     assert match is not None
     writer = edit(match.groupdict())
     left = tmp_path / ".folder.{pid}-{start_ticks}-{namespace}-{boot}-{host}-00000000.scratch".format(**writer)

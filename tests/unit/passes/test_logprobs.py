@@ -60,7 +60,7 @@ def traced_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("num_rows", "hidden"), [(1, 64), (8, 64), (64, 8)])
-def test_products_of_a_block_stay_small(monkeypatch: pytest.MonkeyPatch, num_rows: int, hidden: int) -> None:
+def test_block_products_stay_below_the_size_limit(monkeypatch: pytest.MonkeyPatch, num_rows: int, hidden: int) -> None:
     """This holds for the logits and, with few rows, for the head's gradient, which a block computes in float32."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 64 * 64})
     sizes = [block.stop - block.start for block, _ in blocks._blocks(num_rows, torch.empty(300, hidden), None)]

@@ -394,7 +394,7 @@ def test_with_an_adapter_the_first_layer_shares_compiled_code(monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
-def test_recomputed_layers_are_compiled_only_in_that_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputing_layers_compile_only_their_recomputing_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()
     recomputed_flags: list[bool] = []

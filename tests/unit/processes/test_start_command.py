@@ -91,7 +91,7 @@ def answer(port: int) -> str:
         return text
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-health",)], ids=["health", "models alone"])
+@pytest.mark.parametrize("flags", [(), ("--no-health",)], ids=["health route", "only the models route"])
 def test_any_server_is_started_and_restarted(tmp_path: Path, flags: tuple[str, ...]) -> None:
     command = parsed(fake(*flags))
     with StartedServer(command, tmp_path / "serve.log").running() as server:

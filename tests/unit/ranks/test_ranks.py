@@ -478,7 +478,7 @@ def groups() -> list[Group]:
         (2, {"optimizer": "adamw-4bit", **RELEASED}), (2, {"top_entropy": 0.3, **RELEASED}),
     ],
 )  # fmt: skip
-def test_ranks_train_bitwise_as_with_summed_gradients(groups: list[Group], size: int, choices: dict[str, Any]) -> None:
+def test_ranks_match_summed_gradients_bit_for_bit(groups: list[Group], size: int, choices: dict[str, Any]) -> None:
     results = on_ranks(size, trained, groups, choices)
     expected = summed_alone(groups, size, **{**choices, "gradient_release": False})
     assert not same(expected, weights(base(dtype=torch.bfloat16)))
@@ -710,7 +710,7 @@ def test_interrupt_between_two_sums_leaves_no_rank_waiting(groups: list[Group]) 
     assert on_ranks(2, interrupted, groups, START.Event()) == [None, None]
 
 
-def told_apart(ranks: Ranks) -> str:
+def fail_differently(ranks: Ranks) -> str:
     """Raise a different error on each rank in the same phase."""
 
     def act() -> None:
@@ -722,7 +722,7 @@ def told_apart(ranks: Ranks) -> str:
 
 
 def test_ranks_that_fail_together_raise_the_same_error() -> None:
-    assert on_ranks(2, told_apart) == ["of rank 0"] * 2
+    assert on_ranks(2, fail_differently) == ["of rank 0"] * 2
 
 
 def listening(ranks: Ranks) -> set[str]:

@@ -66,7 +66,7 @@ def test_error_inside_a_layer_is_raised_on_all_ranks() -> None:
         assert message.startswith("no layer like this")
 
 
-def goes_on(ranks: Ranks) -> float:
+def exchange_after_errors(ranks: Ranks) -> float:
     """Fail outside any exchange, and exchange tensors afterward."""
     for rank in range(ranks.world_size):
         with pytest.raises(UsageError):
@@ -82,7 +82,7 @@ def fail_if(it_should: bool) -> None:
 
 
 def test_error_outside_an_exchange_does_not_break_the_group() -> None:
-    assert on_ranks(2, goes_on) == [4.0, 4.0]
+    assert on_ranks(2, exchange_after_errors) == [4.0, 4.0]
 
 
 def stops(ranks: Ranks, who: int, what: str) -> str:

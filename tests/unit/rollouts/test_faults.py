@@ -24,7 +24,7 @@ from bridge.rollouts.event_loop import EventLoop
 from bridge.rollouts.groups import MOST_UNUSABLE, Completions, Sampled, Unusable, scored_group
 from bridge.rollouts.openai_api import RequestFailed
 from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
-from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
+from bridge.rollouts.servers import COOLDOWN_LIMIT_S, Health, Server, next_of
 from bridge.scoring.score import FailedScore, FailedScores, Score, UnusablePrompt
 from bridge.server import client
 from bridge.server.endpoint import Endpoint
@@ -661,7 +661,7 @@ def failing(health: Health) -> None:
 
 def test_cooldown_of_a_failing_server_grows() -> None:
     clock = Clock()
-    health, rests = Health(clock), list[float]()
+    health, cooldowns = Health(clock), list[float]()
     assert health.is_well()
     for _ in range(9):
         begun = clock.now
@@ -669,8 +669,8 @@ def test_cooldown_of_a_failing_server_grows() -> None:
         failing(health)  # failures during the cooldown count only once
         while not health.is_well():
             clock.now += 0.5
-        rests.append(clock.now - begun)
-    assert rests == [1, 2, 4, 8, 16, 32, REST_LIMIT_S, REST_LIMIT_S, REST_LIMIT_S]
+        cooldowns.append(clock.now - begun)
+    assert cooldowns == [1, 2, 4, 8, 16, 32, COOLDOWN_LIMIT_S, COOLDOWN_LIMIT_S, COOLDOWN_LIMIT_S]
     with health.watched():
         assert not health.is_well()
     with health.watched():

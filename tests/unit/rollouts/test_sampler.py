@@ -260,7 +260,7 @@ def test_completion_without_tokens_is_accepted() -> None:
     assert groups[0][1].token_ids == ()
 
 
-def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **choices: Any) -> tuple[Sampler, Any]:
+def sampled_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **choices: Any) -> tuple[Sampler, Any]:
     """Sample from a server limited to the protocol."""
     ours = sampler(temperature=choices.get("temperature", 1.0), ids_of=ids_of)
     with serving(plain(text_of)) as server, ours:
@@ -269,7 +269,7 @@ def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **c
 
 
 def test_server_that_rejects_unknown_fields_can_be_sampled() -> None:
-    _, groups = told_by_text(chr, lambda text: (ord(text),))
+    _, groups = sampled_by_text(chr, lambda text: (ord(text),))
     assert [[done.token_ids for done in group] for group in groups] == [
         [(40 + index, 50 + len(prompt)) for index in range(2)] for prompt in PROMPTS
     ]
@@ -277,7 +277,7 @@ def test_server_that_rejects_unknown_fields_can_be_sampled() -> None:
 
 
 def test_token_ids_written_as_text_need_no_vocabulary() -> None:
-    _, groups = told_by_text("token_id:{}".format)
+    _, groups = sampled_by_text("token_id:{}".format)
     assert groups[0][1].token_ids == (41, 52)
 
 
@@ -286,14 +286,14 @@ def test_token_ids_written_as_text_need_no_vocabulary() -> None:
 )
 def test_text_that_is_not_exactly_one_token_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
     with pytest.raises(UsageError) as caught:
-        told_by_text(lambda _: text, lambda _: ids)
+        sampled_by_text(lambda _: text, lambda _: ids)
     assert f"{text!r} matches {number}" in caught.value.message
     assert "return_token_ids" in caught.value.hint
 
 
 def test_tokens_returned_as_text_need_a_vocabulary() -> None:
     with pytest.raises(UsageError, match="does not return token ids"):
-        told_by_text(chr)
+        sampled_by_text(chr)
 
 
 def test_server_token_ids_take_precedence_over_text() -> None:
@@ -327,10 +327,10 @@ def test_missing_capabilities_are_known_after_sampling() -> None:
         assert ours.lacks == ()
         ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=1, seed=0)
         assert ours.lacks == ()
-    by_text, _ = told_by_text("token_id:{}".format)
+    by_text, _ = sampled_by_text("token_id:{}".format)
     assert ["end token" in by_text.lacks[0], "which version" in by_text.lacks[1]] == [True, True]
     assert "defaults for min_p, repetition_penalty, top_k apply" in by_text.lacks[0]
-    versioned, _ = told_by_text("token_id:{}".format, version=4, temperature=0.5)
+    versioned, _ = sampled_by_text("token_id:{}".format, version=4, temperature=0.5)
     assert ["end token" in versioned.lacks[0], "temperature 0.5" in versioned.lacks[1]] == [True, True]
     assert len(by_text.lacks) == len(versioned.lacks) == 2
 

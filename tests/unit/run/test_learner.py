@@ -429,7 +429,7 @@ def with_equal_rewards(group: Group) -> Group:
     return replace(group, rewards=(1.0,) * len(group.rewards))
 
 
-@pytest.mark.parametrize("is_silent", [False, True], ids=["", "silent"])
+@pytest.mark.parametrize("is_silent", [False, True], ids=["different rewards", "equal rewards"])
 @pytest.mark.parametrize("tokens", [None, 20, 1])
 @pytest.mark.parametrize(("updates", "passes"), [(1, 1), (2, 1), (1, 2)])
 def test_top_entropy_trains_only_the_most_uncertain_tokens(

@@ -241,7 +241,7 @@ def test_too_many_failed_scores_end_the_run_with_the_cause() -> None:
 @pytest.mark.parametrize(
     ("share", "num_scored", "num_allowed"),
     [(0.0, 0, 0), (0.5, 0, 4), (0.25, 36, 9)],
-    ids=["none", "half of a batch", "a quarter of what was scored, groups of later batches among it"],
+    ids=["none", "half of a batch", "a quarter of all scored completions"],
 )
 def test_failures_above_the_allowed_share_end_the_run(share: float, num_scored: int, num_allowed: int) -> None:
     batch = FailedScores("step 1", num_completions=8, max_share=share)

@@ -138,8 +138,8 @@ def test_server_that_exited_is_unreachable(call: str) -> None:
         lambda _: Answer("not gzip", 200, {"content-encoding": "gzip"}),
     ],
     ids=[
-        "dropped", "500", "401", "html", "empty", "another object", "a list",
-        "409 of html", "409 without hint", "409 of a list", "no gzip",
+        "dropped", "500", "401", "HTML", "empty", "unknown fields", "list",
+        "409 with HTML", "409 without a hint", "409 with a list", "invalid gzip",
     ],
 )  # fmt: skip
 def test_foreign_response_means_unreachable(call: str, answers: Answers) -> None:

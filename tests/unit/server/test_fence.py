@@ -112,7 +112,7 @@ def happen(event: Event) -> None:
         raise event
 
 
-@pytest.mark.parametrize("is_deferred", [False, True], ids=["", "deferred by the caller too"])
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["not deferred", "deferred by the caller"])
 @pytest.mark.parametrize("takeover", [False, True], ids=["update", "restore"])
 @pytest.mark.parametrize(
     ("where", "event", "calls", "error"),
@@ -333,7 +333,7 @@ def test_frozen_only_reads_once_another_process_has_the_lease() -> None:
         assert (may_write, fake.writes) == (False, "nothing")
 
 
-def test_frozen_raises_the_servers_own_refusal() -> None:
+def test_frozen_fence_raises_the_servers_refusal() -> None:
     fake = FakeClient({"pause": AttachError("torn", hint="restore")})
     with pytest.raises(AttachError, match="torn"), fence.frozen(cast(Any, fake)):
         pytest.fail("the block ran")

@@ -104,7 +104,13 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("config", "num_parts"),
     [(tiny.qwen2, 2), (tiny.qwen2, 4), (one_head, 2), (FAMILIES["Phi-3"], 2), (FAMILIES["StarCoder2"], 2)],
-    ids=["Qwen2", "Qwen2 with shared KV heads", "Llama with one KV head", "fused", "biases behind row layers"],
+    ids=[
+        "Qwen2",
+        "Qwen2 with shared KV heads",
+        "Llama with one KV head",
+        "fused layers",
+        "biases after row-parallel layers",
+    ],
 )
 def test_tensor_parallel_adapter_equals_the_full_adapter(config: Any, num_parts: int) -> None:
     for differences in on_ranks(num_parts, in_parts, config(), tp_size=num_parts, limit_s=LIMIT_S):

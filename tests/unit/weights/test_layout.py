@@ -141,7 +141,7 @@ def test_nested_view_is_reported_as_an_overlap() -> None:
     assert "overlap" in layout.refused()
 
 
-def test_gaps_are_reported_at_any_position() -> None:
+def test_gaps_in_a_server_tensor_are_reported_anywhere() -> None:
     model: dict[str, Shape] = {"a": (2,), "b": (2,)}
     for starts, words in {(1, 3): "its start and a", (0, 3): "a and b", (0, 2): "b and its end"}.items():
         views = {name: rows("w", (6,), start, 2) for name, start in zip("ab", starts, strict=True)}
