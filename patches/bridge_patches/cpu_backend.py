@@ -36,8 +36,11 @@ vllm.model_executor.layers.mamba.ops.cpu.gdn_attention
     if _causal_conv1d_update_cpu: wrap _causal_conv1d_update_cpu(weight)
 vllm._custom_ops: if causal_conv1d_weight_pack: call causal_conv1d_weight_pack(weight)
 vllm.lora.ops.torch_ops.lora_ops
-    wrap bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
-    wrap bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
+    # Called by position.
+    replace bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
+    replace bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor, add_inputs)
+    replace bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor,
+        slice_offset, slice_size, add_inputs)
 vllm.lora.punica_wrapper.punica_cpu
     # Calls these kernels through names in its own module.
     PunicaWrapperCPU: _expand_decode, _expand_slice_decode, add_lora_linear, add_lora_logits
@@ -59,8 +62,6 @@ MODULAR = "finalize_weight_and_reduce_impl"
 """Method that marks expert classes that get each token's experts as input (since 0.30; earlier ones choose them)."""
 APPLY_ARGUMENTS = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
 """Arguments of vLLM's experts that `apply_plain` accepts, other than the activation."""
-LORA_KERNELS = ("bgmv_expand", "bgmv_expand_slice")
-"""Functions that compute the last step of every LoRA product, complete or by slices; `sgmv_*` call them."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -81,9 +82,9 @@ def patch() -> None:
     rejection_sampler.expand_batch_to_tokens = for_each_token
     utils.dispatch_cpu_unquantized_gemm = plain_linear
     patch_experts()
-    for name in LORA_KERNELS:
-        wrap(lora_ops, name)(without_base_rows)
-        setattr(punica_cpu, name, getattr(lora_ops, name))
+    for name, kernel in LORA_KERNELS.items():
+        setattr(lora_ops, name, kernel)
+        setattr(punica_cpu, name, kernel)
     wrap(CPUModelRunner, "sample_tokens")(without_unfinished_prompts)
     wrap(CPUModelRunner, "_get_prompt_logprobs_dict")(one_prompt_at_a_time)
     punica_cpu.PunicaWrapperCPU.sampler_indices = adapter_of_one_request(punica_cpu.PunicaWrapperCPU.sampler_indices)
@@ -201,24 +202,61 @@ def linear() -> Callable[..., Tensor]:
     return layers.wide_linear if layers.bf16_is_emulated() else functional.linear
 
 
-def without_base_rows(
-    original: Callable[..., None],
+def shrink(
+    inputs: Tensor, lora_weights: Tensor, output_tensor: Tensor, lora_indices_tensor: Tensor, scaling: float = 1.0
+) -> None:
+    """Write the rows' products with their adapters' A, scaled."""
+    products = _by_adapter(inputs, lora_weights, lora_indices_tensor, output_tensor.dtype)
+    output_tensor[:, : products.shape[1]] = scaling * products
+
+
+def expand(
+    inputs: Tensor, lora_weights: Tensor, output_tensor: Tensor, lora_indices_tensor: Tensor, add_inputs: bool = True
+) -> None:
+    """Write the rows' products with their adapters' B, or add them; either may have padded columns."""
+    width = min(lora_weights.shape[-2], output_tensor.shape[1])
+    expand_slice(inputs, lora_weights, output_tensor, lora_indices_tensor, 0, width, add_inputs)
+
+
+def expand_slice(
     inputs: Tensor,
-    lora_b_weights: Tensor,
+    lora_weights: Tensor,
     output_tensor: Tensor,
     lora_indices_tensor: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
 ) -> None:
-    """Call a LoRA kernel with zeros as inputs for rows with index -1 ("no adapter").
+    """Write the rows' products with their adapters' B to a slice of the columns, or add them."""
+    products = _by_adapter(inputs, lora_weights, lora_indices_tensor, output_tensor.dtype)[:, :slice_size]
+    columns = output_tensor[:, slice_offset : slice_offset + slice_size]
+    if add_inputs:
+        columns += products
+    else:
+        columns.copy_(products)
 
-    Symptom: a base-model request that shares a step with an adapter's request is answered with the adapter.
-    Cause: vLLM's plain-torch kernels interpret the index -1 as the last slot.
-    Why this is safe: these rows add zero to the base layer's output. GPU kernels skip them, and vLLM 0.33 masks them.
+
+def _by_adapter(inputs: Tensor, lora_weights: Tensor, lora_indices_tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the rows of each adapter by its matrix; rows with index -1 ("no adapter") are zero.
+
+    Symptoms: prompts of a thousand tokens take a minute with an adapter of rank 32; a base-model request that shares a
+    step with an adapter's request is answered with the adapter.
+    Causes: vLLM's plain-torch kernels copy an adapter's matrix for each token, and interpret the index -1 as the last
+    slot.
+    Why this is safe: it computes what vLLM documents. GPU kernels skip rows without an adapter; vLLM 0.33 masks them.
     Seen in vLLM 0.26 to 0.32, `vllm/lora/ops/torch_ops/lora_ops.py`.
+
+    Shapes: [T, I], [slots, O, I] or [slots, 1, O, I], [T] -> [T, O].
     """
-    masked = inputs.masked_fill((lora_indices_tensor == -1).unsqueeze(-1), 0)
-    original(masked, lora_b_weights, output_tensor, lora_indices_tensor, *args, **kwargs)
+    multiply = linear()
+    products = torch.zeros(len(inputs), lora_weights.shape[-2], dtype=dtype)
+    for slot in lora_indices_tensor.unique().tolist():
+        if slot == -1:
+            continue
+        rows = (lora_indices_tensor == slot).nonzero().squeeze(1)
+        matrix = lora_weights[slot].reshape(lora_weights.shape[-2:])
+        products[rows] = multiply(inputs[rows].to(dtype), matrix.to(dtype))
+    return products
 
 
 def for_each_token(
@@ -302,3 +340,9 @@ def adapter_of_one_request(original: property) -> property:
         return indices
 
     return property(sampler_indices)
+
+
+LORA_KERNELS: dict[str, Callable[..., None]] = {
+    "bgmv_shrink": shrink, "bgmv_expand": expand, "bgmv_expand_slice": expand_slice,
+}  # fmt: skip
+"""Functions that compute LoRA products, the last step complete or by slices; `sgmv_*` call them."""

@@ -132,17 +132,47 @@ def test_unsupported_experts_are_left_to_vllm(changes: dict[str, Any], known: bo
     assert cpu_backend.is_known(layer) == known
 
 
-def test_rows_without_an_adapter_ignore_the_slots() -> None:
-    def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
-        """Treat -1 as the last slot, as vLLM 0.26 to 0.32 does."""
-        assert add
-        output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
+SLOTS = torch.tensor([-1, 0, 2, 0, -1])
+"""Adapters of five rows, of which there are three."""
 
-    inputs, weights, output = torch.ones(3, 5), torch.ones(2, 1, 4, 5), torch.zeros(3, 4)
-    patched = partial(cpu_backend.without_base_rows, kernel)
-    patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
-    assert output.tolist() == [[0] * 4, [5] * 4, [0] * 4]
-    assert inputs.all()
+
+def reference(inputs: Tensor, weights: Tensor) -> Tensor:
+    """Return each row's product with its own adapter's matrix, in float64."""
+    rows = [
+        torch.zeros(weights.shape[-2], dtype=torch.float64) if slot < 0 else weights[slot].squeeze(0).double() @ row
+        for slot, row in zip(SLOTS.tolist(), inputs.double(), strict=True)
+    ]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 6), (3, 1, 4, 6)])
+def test_each_row_is_multiplied_by_its_own_adapter(shape: tuple[int, ...]) -> None:
+    inputs, weights, before = torch.randn(5, 6), torch.randn(shape), torch.randn(5, 9)
+    expected = reference(inputs, weights)
+
+    output = before.clone()
+    cpu_backend.shrink(inputs, weights, output, SLOTS, 0.5)
+    torch.testing.assert_close(output[:, :4], 0.5 * expected.float())
+    assert output[:, 4:].equal(before[:, 4:])
+
+    for adds in (True, False):
+        base = before.double() * adds
+        output = before.clone()
+        cpu_backend.expand(inputs, weights, output, SLOTS, adds)
+        torch.testing.assert_close(output[:, :4], (base[:, :4] + expected).float())
+        assert output[:, 4:].equal(before[:, 4:])
+
+        output = before.clone()
+        cpu_backend.expand_slice(inputs, weights, output, SLOTS, 3, 4, adds)
+        torch.testing.assert_close(output[:, 3:7], (base[:, 3:7] + expected).float())
+        assert output[:, :3].equal(before[:, :3])
+        assert output[:, 7:].equal(before[:, 7:])
+
+
+def test_padded_columns_of_an_adapter_are_left_out() -> None:
+    inputs, weights, output = torch.randn(5, 6), torch.randn(3, 1, 8, 6), torch.zeros(5, 4)
+    cpu_backend.expand(inputs, weights, output, SLOTS, True)
+    torch.testing.assert_close(output, reference(inputs, weights)[:, :4].float())
 
 
 ROOM = 8
