@@ -95,6 +95,8 @@ class Service:
         self._restarting = asyncio.Lock()
         self._num_starts = 0
         """Number of times that vLLM was restarted."""
+        self._stopped = asyncio.Event()
+        """Set when the server stops: polls end at once."""
 
     # Futures.
 
@@ -154,8 +156,11 @@ class Service:
         future = self._futures.get(name)
         if future is None:
             raise Refusal(f"there is no request {name}: this server was restarted, or forgot its result", status=404)
-        done, _ = await asyncio.wait([future], timeout=POLL_S)
-        if not done:
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        either: list[asyncio.Future[Any]] = [future, stopped]
+        await asyncio.wait(either, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not future.done():
             return {"type": "try_again", "request_id": name, "queue_state": "active"}
         return future.result()
 
@@ -387,6 +392,10 @@ class Service:
             raise ServerUnreachableError(words, hint="its log says why")
         reply: dict[str, Any] = answer.json()
         return reply
+
+    def stop(self) -> None:
+        """End the polls, which would delay the end of the server; their clients ask again."""
+        self._stopped.set()
 
     async def close(self) -> None:
         """Cancel what samples, and close the connections."""

@@ -91,6 +91,18 @@ def serve(trainer: Trainer, *, host: str, port: int, key: str | None) -> list[st
             return trainer.rescue()
 
 
+class _Server(uvicorn.Server):
+    """Ends the service's polls before it waits for requests in flight."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        await super().shutdown(sockets)
+
+
 @contextmanager
 def _answering(service: Service, host: str, port: int, key: str | None) -> Iterator[None]:
     """Answer HTTP requests inside the block, in another thread."""
@@ -103,7 +115,7 @@ def _answering(service: Service, host: str, port: int, key: str | None) -> Itera
         api.app(service, key), ws="none", log_config=None, access_log=False, proxy_headers=False,
         server_header=False, timeout_graceful_shutdown=CLOSING_S, timeout_keep_alive=60,
     )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = _Server(config, service)
     thread = threading.Thread(target=server.run, args=([listener],), name="tinker api", daemon=True)
     thread.start()
     try:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,15 @@ def test_ctrl_c_saves_the_model_and_prints_its_path(server: LiveServer, tmp_path
     with (
         door(server, tmp_path) as (url, process, log),
         client(url, server.manifest.model, tmp_path) as (_, model_id),
+        httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": "tml-x"}, trust_env=False, timeout=60) as http,
+        ThreadPoolExecutor(1) as threads,
     ):
+        out_of_turn = {"model_id": model_id, "seq_id": 1000, "adam_params": {}}
+        promise = http.post("optim_step", json=out_of_turn).json()
+        poll = threads.submit(http.post, "retrieve_future", json={"request_id": promise["request_id"]})
+        time.sleep(1)
         process.send_signal(signal.SIGINT)
+        assert poll.result().json()["type"] == "try_again"
         assert process.wait(60) == 0, log.read_text()
         assert f"saved: tinker://{model_id}/weights/interrupted-1" in log.read_text()
     folder = tmp_path / "runs" / model_id.replace(":", "_") / "weights" / "interrupted-1"
