@@ -212,7 +212,8 @@ class Adapters(Trainer):
                 kept[snapshot.model_id] += 1
             if is_newest or (not snapshot.is_live and kept[snapshot.model_id] <= MOST_UNNAMED):
                 continue
-            del self._snapshots[name]
+            if self._snapshots.pop(name, None) is None:  # another request dropped it while this one unloaded others
+                continue
             self._loading.pop(name, None)
             if snapshot.is_loaded:
                 await asyncio.to_thread(self._client.unload_adapter, name)

@@ -144,16 +144,19 @@ def test_an_ended_client_leaves_only_what_it_named(service: Service, server: Liv
         one, two = await new_model(service), await new_model(service)
         with pytest.raises(Refusal, match="2 adapters are trained already"):
             await new_model(service)
-        named, unnamed = await client(service, one, 1, path="named"), await client(service, one, 2)
-        for sampler in (named, unnamed):
+        named = await client(service, one, 1, path="named")
+        unnamed = [await client(service, one, number) for number in (2, 3, 4)]
+        for sampler in (named, *unnamed):
             await sample(service, sampler)
-        await step(service, one, 3)
+        await step(service, one, 5)
         session = one.partition(":")[0]
         service.end_session(session, "its client has ended")
         third = await new_model(service)
         with pytest.raises(Refusal, match=r"its weights are at tinker://\S+/weights/freed-1"):
-            service.passes(request(one, 5))
-        assert "tokens" in await sample(service, await client(service, two, 1))
+            service.passes(request(one, 7))
+        other = await client(service, two, 1)
+        at_once = await asyncio.gather(*(sample(service, other, number) for number in range(4)))
+        assert all("tokens" in answer for answer in at_once), at_once
         assert len(loaded(server)) == 2, "the named one, and the other client's"
         path = f"tinker://{one}/weights/freed-1"
         body = {"model_id": third, "seq_id": 1, "path": path, "optimizer": True}
