@@ -77,10 +77,12 @@ def proofs(
     *,
     timeout_s: float,
     adapter: str | None = None,
+    is_loaded: bool = False,
 ) -> Iterator[Check]:
     """Yield the checks of `verify` for a model that is already attached, in one or several `parts`.
 
-    `prepared` is the first part. The server computes with the adapter named `adapter`; None: without an adapter.
+    `prepared` is the first part. The server computes with the adapter named `adapter`; None: without an adapter. If it
+    was loaded (`is_loaded`) from disk, its matrices are copies, and the base alone is one copy.
 
     The log-probabilities of several parts are computed by processes that attach to the manifest at `path`.
     """
@@ -90,7 +92,10 @@ def proofs(
 
     have_same_weights = True
     for part, attached in enumerate(parts):
-        yield from of_part(part, [storages(attached), bytes_allocated(attached)])
+        yield from of_part(
+            part,
+            [storages(attached, with_adapter=not is_loaded), bytes_allocated(attached, with_adapter=not is_loaded)],
+        )
     with fence.frozen(client) as may_write:
         for part, attached in enumerate(parts):
             yield from of_part(part, markers(attached, client) if may_write else values(attached, client))
@@ -157,17 +162,17 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
     return judged("replicas", True, found, expected, RESTART)
 
 
-def storages(attached: AttachedModel) -> Check:
-    outside = attached.unshared_parameters()
-    total = len(state(attached.model))
+def storages(attached: AttachedModel, *, with_adapter: bool = True) -> Check:
+    outside = attached.unshared_parameters(with_adapter=with_adapter)
+    total = sum(with_adapter or ".lora_" not in name for name in state(attached.model))
     found = f"{total} of {total} parameters lie in the server's memory"
     if outside:
         found = f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
     return judged("storages", not outside, found, "every parameter lies in the server's memory", RESTART)
 
 
-def bytes_allocated(attached: AttachedModel) -> Check:
-    count = attached.weight_bytes()
+def bytes_allocated(attached: AttachedModel, *, with_adapter: bool = True) -> Check:
+    count = attached.weight_bytes(with_adapter=with_adapter)
     words = "bytes of weights allocated by the trainer"
     return judged("weight bytes", count == 0, f"{count} {words}", f"0 {words}", RESTART)
 

@@ -52,7 +52,7 @@ from bridge.engine.sharing import shares_of
 from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, GradientError, RewardError, UsageError
 from bridge.modes import WAYS
-from bridge.modes.lora import LoraOnRequest
+from bridge.modes.lora import LoraDisk, LoraOnRequest
 from bridge.modes.mode import RunContext
 from bridge.modes.shared_vllm import PatchedServer
 from bridge.optimizers import factory
@@ -1160,19 +1160,27 @@ class Policy:
 
     def _checks(self) -> list[Check]:
         mode, limit_s = self.mode, self.sampling.request_timeout_s
-        if not isinstance(mode, PatchedServer):
+        shared = None
+        if isinstance(mode, PatchedServer):
+            shared = mode.attached, mode.client
+        elif isinstance(mode, LoraDisk):
+            shared = mode.shared
+        if shared is None:
             raise UsageError(
                 f"mode {self.config.mode} has a second copy of the weights: there is nothing to prove",
-                hint="train in the server's memory: shared_vllm, or lora_only with a handover by memory",
+                hint="train in the server's memory: shared_vllm, or lora_only on a server of bridge serve-vllm",
             )
         if self.ranks.tp_size > 1:
             return [*one_copy_proof.verify(self.config.server.config_path, timeout_s=limit_s)]
+        mode.catch_up()
+        attached, client = shared
         prepared = self.prepared if "prepared" in vars(self) else PreparedModel(self.model)
         return [
             *one_copy_proof.proofs(
-                [mode.attached], mode.client, prepared, timeout_s=limit_s, adapter=mode.endpoint.model
+                [attached], client, prepared,
+                timeout_s=limit_s, adapter=mode.endpoint.model, is_loaded=isinstance(mode, LoraDisk),
             )
-        ]
+        ]  # fmt: skip
 
     # Which calls may run now.
 

@@ -193,6 +193,13 @@ class LoraDisk(_LoraMode):
         self.max_model_len = max_model_len(self._client.url) if self._exported is None else self._exported.max_model_len
 
     @property
+    def shared(self) -> tuple[AttachedModel, BridgeClient] | None:
+        """The base in the server's memory, and the server; None: the base is a second copy."""
+        if self._attached is None or not isinstance(self._client, BridgeClient):
+            return None
+        return self._attached, self._client
+
+    @property
     def endpoint(self) -> Endpoint:
         """The server and the newest adapter, whose name contains the version."""
         model = f"{ADAPTER}-{self.version}"

@@ -72,21 +72,26 @@ class AttachedModel:
         tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in state(self.model).items()}
         return {name: tensor for name, tensor in tensors.items() if name in self.parameters}
 
-    def unshared_parameters(self) -> list[str]:
-        """Return the parameters and stored buffers outside the server's storages; normally none."""
+    def unshared_parameters(self, *, with_adapter: bool = True) -> list[str]:
+        """Return the parameters and stored buffers outside the server's storages; normally none.
+
+        The matrices of an adapter that the server loads from disk are, unless they are left out.
+        """
         storages = [tensor.untyped_storage() for tensor in self.server_tensors.values()]
         spans = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
         unshared = []
         for name, tensor in state(self.model).items():
+            if not with_adapter and ".lora_" in name:
+                continue
             is_in_slot = name.partition(".lora_")[0] in self.shard.lora_slots  # an adapter's parameters lie in slots
             if not is_in_slot and not any(start <= tensor.data_ptr() < end for start, end in spans):
                 unshared.append(name)
         return unshared
 
-    def weight_bytes(self) -> int:
+    def weight_bytes(self, *, with_adapter: bool = True) -> int:
         """Measure the bytes of weights that this process holds in addition to the server's; 0 with one copy."""
         tensors = state(self.model)
-        unshared = sum(tensors[name].nbytes for name in self.unshared_parameters())
+        unshared = sum(tensors[name].nbytes for name in self.unshared_parameters(with_adapter=with_adapter))
         return max(unshared, self.allocated_bytes)
 
     def opened(self) -> OpenedModel:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import bridge
 from tests import disturbed, scenarios
 from tests.disturbed import Disturbance
 from tests.forked import Command
@@ -59,6 +60,32 @@ def test_mixture_of_experts_gets_an_adapter_outside_experts(tmp_path: Path) -> N
         scenarios.trained(server, tmp_path, *adapter_flags("memory"))
     steps = scenarios.metrics(tmp_path / "run")
     assert max(step["logprob_diff_max"] for step in steps) < 1e-4, steps
+
+
+def test_adapters_in_turn_are_verified_on_one_base(lora_llama: LiveServer) -> None:
+    sample = bridge.Sample(
+        prompt_token_ids=(5, 6, 7),
+        token_ids=(8, 9, 10),
+        sampled_logprobs=(-1.0,) * 3,
+        advantages=(1.0,) * 3,
+        weight=1.0,
+    )
+    lora = bridge.LoraConfig(r=scenarios.LORA_RANK)
+    with bridge.attach(lora_llama.path, lora=lora, several_adapters=True) as policy:
+        adapters = [policy.new_adapter(seed=1), policy.new_adapter(r=2, alpha=8, seed=2)]
+        completions = []
+        for adapter in adapters:
+            policy.use(adapter)
+            for _ in range(3):
+                policy.train_step([sample], lr=3e-2)
+            failed = [check for check in policy.verify() if check.status != "PASS"]
+            assert not failed, failed
+            (group,) = policy.sample([[5, 6, 7]], n=1, max_tokens=8, temperature=0)
+            completions.append(group.completions[0].token_ids)
+        for adapter, before in zip(adapters, completions, strict=True):
+            policy.use(adapter)
+            (group,) = policy.sample([[5, 6, 7]], n=1, max_tokens=8, temperature=0)
+            assert group.completions[0].token_ids == before
 
 
 def killed_while_it_writes(server: LiveServer, folder: Path, *flags: str) -> int:

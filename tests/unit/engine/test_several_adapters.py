@@ -170,6 +170,13 @@ def test_only_what_is_sampled_is_loaded_by_the_server(policy: bridge.Policy, ser
     assert name not in served(server)
 
 
+def test_the_base_is_verified_beneath_an_adapter(policy: bridge.Policy) -> None:
+    policy.new_adapter(r=2)
+    step(policy)
+    failed = [check.name for check in policy.verify() if check.status == "FAIL"]
+    assert failed == ["log-probabilities"], "this server makes up what it samples"
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
