@@ -30,6 +30,8 @@ POLL_S = 20.0
 """Longest wait of a poll: the SDK gives up after 45 s."""
 SILENT_S = 45.0
 """A session without a sign of life for so long is over: the SDK sends a heartbeat every 10 s."""
+PERIOD_S = 1.0
+"""Time between two looks for silent sessions."""
 MOST_PENDING = 4096
 """Requests without a result; further ones are answered by 429, which the SDK retries later."""
 MOST_FUTURES = 16_384
@@ -252,9 +254,17 @@ class Service:
             self._do(asyncio.get_running_loop().create_future(), free)
 
     async def free_silent_sessions(self) -> None:
-        """End sessions without a sign of life, for as long as the server runs."""
+        """End sessions without a sign of life, for as long as the server runs.
+
+        Time in which this process could not listen, because the machine was busy or slept, is nobody's silence.
+        """
         while True:
-            await asyncio.sleep(1.0)
+            begun = time.monotonic()
+            await asyncio.sleep(PERIOD_S)
+            late_s = time.monotonic() - begun - PERIOD_S
+            if late_s > PERIOD_S:
+                for session in self.sessions.values():
+                    session.seen += late_s
             silent = [name for name, session in self.sessions.items() if time.monotonic() - session.seen > SILENT_S]
             for name in silent:
                 why = f"its client gave no sign of life for {SILENT_S:g} s"

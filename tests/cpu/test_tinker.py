@@ -65,7 +65,7 @@ step()
 newer = client.save_weights_and_get_sampling_client()
 newer = newer.result() if hasattr(newer, "result") else newer
 after, of_newer = found(sampler), found(newer)
-assert max(abs(a - b) for a, b in zip(before, after)) < 0.02, (before, after)
+assert max(abs(a - b) for a, b in zip(before, after)) < 0.02, (before, after, of_newer)
 assert sum(of_newer) > sum(after), (after, of_newer)
 print("survived", flush=True)
 """

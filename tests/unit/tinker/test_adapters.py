@@ -5,6 +5,7 @@ Not covered: what both kinds of weights have in common (`test_service.py`), what
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ import bridge
 from bridge.core.address import free_port
 from bridge.core.http_limits import Refusal
 from bridge.tinker import adapters as module
+from bridge.tinker import service as service_module
 from bridge.tinker.adapters import Adapters
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Service
@@ -228,6 +230,25 @@ def test_each_step_is_a_line_of_the_models_run(service: Service, tmp_path: Path)
         assert first["logprob_diff_max"] == pytest.approx(apart.max(), rel=1e-3)
         assert first["logprob_diff_mean"] == pytest.approx(apart.mean(), rel=1e-3)
         assert "logprob_diff_max" not in second
+
+    run(scenario())
+
+
+def test_a_stalled_server_ends_no_session(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(service_module, "SILENT_S", 2.0)
+        monkeypatch.setattr(service_module, "PERIOD_S", 0.1)
+        watching = asyncio.ensure_future(service.free_silent_sessions())
+        await asyncio.sleep(0.05)
+        session = service.create_session()
+        time.sleep(3.0)  # noqa: ASYNC251 - nothing is heard meanwhile
+        await asyncio.sleep(0.5)
+        service.heartbeat(session)
+        until = time.monotonic() + 60
+        while session in service.sessions:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.1)
+        watching.cancel()
 
     run(scenario())
 
