@@ -17,7 +17,7 @@ from typing import Any
 
 from bridge.core.http_limits import Refusal
 from bridge.engine.policy import Policy
-from bridge.errors import UsageError
+from bridge.errors import BridgeError, UsageError
 from bridge.server.client import VllmClient
 from bridge.tinker.paths import Checkpoints, SavedPath
 from bridge.tinker.training import Model, SamplingClient, Trainer
@@ -215,8 +215,11 @@ class Adapters(Trainer):
             if self._snapshots.pop(name, None) is None:  # another request dropped it while this one unloaded others
                 continue
             self._loading.pop(name, None)
-            if snapshot.is_loaded:
-                await asyncio.to_thread(self._client.unload_adapter, name)
+            try:
+                if snapshot.is_loaded:
+                    await asyncio.to_thread(self._client.unload_adapter, name)
+            except BridgeError as error:  # no request depends on it
+                logger.warning("vLLM does not unload %s: %s", name, error.message)
             await asyncio.to_thread(shutil.rmtree, snapshot.folder, ignore_errors=True)
 
     async def close(self) -> None:

@@ -32,6 +32,8 @@ SILENT_S = 45.0
 """A session without a sign of life for so long is over: the SDK sends a heartbeat every 10 s."""
 PERIOD_S = 1.0
 """Time between two looks for silent sessions."""
+ROOM_PERIOD_S = 0.2
+"""Time between two looks for room for a model."""
 MOST_PENDING = 4096
 """Requests without a result; further ones are answered by 429, which the SDK retries later."""
 MOST_FUTURES = 16_384
@@ -94,6 +96,10 @@ class Service:
         self.samplers: dict[str, SamplingClient] = {}
         self._sampling: dict[str, asyncio.Task[Answer]] = {}
         self._http: httpx.AsyncClient | None = None
+        self._waiting: set[asyncio.Task[None]] = set()
+        """Models that wait for room."""
+        self._starting: set[str] = set()
+        """Models that the main thread makes, or will."""
         self._restarting = asyncio.Lock()
         self._num_starts = 0
         """Number of times that vLLM was restarted."""
@@ -180,56 +186,74 @@ class Service:
             raise Refusal(f"there is no session {session_id}: it was silent for {SILENT_S:g} s, or ended", status=404)
         session.seen = time.monotonic()
 
-    def _new_model(self, session_id: str, number: int) -> str:
-        """Return the id of a model of this session; Refusal if another session's has the weights."""
-        self.heartbeat(session_id)
-        model_id = f"{session_id}:train:{int(number)}"
-        held = {name: self._held(session) for name, session in self.sessions.items()}
-        if self.trainer.is_lora:
-            number = sum(map(len, held.values()))
-            if number >= self.trainer.most_models:
-                raise Refusal(
-                    f"{number} adapters are trained already, the most that this server trains at once: wait until a"
-                    f" client ends, or start it with --max-adapters {number + 1}",
-                    status=409,
-                )
-            return model_id
-        for other, models in held.items():
-            if other != session_id and models:
-                silent_s = time.monotonic() - self.sessions[other].seen
-                raise Refusal(
-                    f"another client trains all weights: its last sign of life was {silent_s:.0f} s ago; wait until it"
-                    " ends, or start a server for each",
-                    status=409,
-                )
-        return model_id
-
-    def _held(self, session: Session) -> set[str]:
-        """Return the models of a session that are trained, or are being made."""
-        starts = {
-            model: [self._futures.get(f"{model}:{kind}") for kind in ("create", "load")] for model in session.models
-        }
-        begun = {model for model, kinds in starts.items() if any(one is not None and not one.done() for one in kinds)}
-        return begun | (session.models & self.trainer.models.keys())
-
-    def _add_model(self, session_id: str, model_id: str) -> None:
-        self.sessions[session_id].models.add(model_id)
-        self._lines.setdefault(model_id, Line())
-
     def create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        model_id = self._new_model(body["session_id"], body["model_seq_id"])
-        answer = self.future(f"{model_id}:create", lambda: self.trainer.create(model_id, body))
-        self._add_model(body["session_id"], model_id)
-        return {**answer, "model_id": model_id}
+        return self._begin(body, "create", lambda model_id: self.trainer.create(model_id, body))
 
     def load_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if body.get("model_id"):
             model_id = str(body["model_id"])
             return self.ordered(model_id, body["seq_id"], "load", lambda: self.trainer.load(model_id, body))
-        model_id = self._new_model(body["session_id"], body["model_seq_id"])
-        answer = self.future(f"{model_id}:load", lambda: self.trainer.load(model_id, body))
-        self._add_model(body["session_id"], model_id)
-        return {**answer, "model_id": model_id}
+        return self._begin(body, "load", lambda model_id: self.trainer.load(model_id, body))
+
+    def _begin(self, body: Mapping[str, Any], kind: str, start: Callable[[str], Answer]) -> dict[str, Any]:
+        """Start a model once there is room for it, and answer with its future; a repeated request gets the same one."""
+        session_id = str(body["session_id"])
+        self.heartbeat(session_id)
+        model_id = f"{session_id}:train:{int(body['model_seq_id'])}"
+        name = f"{model_id}:{kind}"
+        if name not in self._futures:
+            future = self._new(name)
+            self.sessions[session_id].models.add(model_id)
+            self._lines.setdefault(model_id, Line())
+            waiting = asyncio.ensure_future(self._begun(session_id, model_id, future, lambda: start(model_id)))
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._waiting.discard)
+        return {"request_id": name, "model_id": model_id}
+
+    async def _begun(
+        self, session_id: str, model_id: str, future: "asyncio.Future[Answer]", work: Callable[[], Answer]
+    ) -> None:
+        """Start a model, or refuse it once all clients that take its room have given a new sign of life.
+
+        A program that has ended without a word still holds its models until its silence is noticed.
+        """
+        asked = time.monotonic()
+        while holders := self._holders(session_id):
+            if session_id not in self.sessions:
+                _settle(future, failure(Refusal(f"session {session_id} has ended")))
+                return
+            if all(session.seen > asked for name, session in holders.items() if name != session_id):
+                _settle(future, failure(Refusal(self._why_full(holders))))
+                return
+            await asyncio.sleep(ROOM_PERIOD_S)
+        self._starting.add(model_id)
+        future.add_done_callback(lambda _: self._starting.discard(model_id))
+        self._do(future, work)
+
+    def _holders(self, session_id: str) -> dict[str, Session]:
+        """Return the sessions whose models leave no room for another one of this session; empty: there is room.
+
+        Models of a session that has ended are freed before the next one starts.
+        """
+        taken = self.trainer.models.keys() | self._starting
+        holders = {name: session for name, session in self.sessions.items() if session.models & taken}
+        if not self.trainer.is_lora:  # a client's next model takes the place of its last one
+            return {name: session for name, session in holders.items() if name != session_id}
+        number = sum(len(session.models & taken) for session in holders.values())
+        return holders if number >= self.trainer.most_models else {}
+
+    def _why_full(self, holders: Mapping[str, Session]) -> str:
+        if self.trainer.is_lora:
+            number = self.trainer.most_models
+            return (
+                f"{number} adapters are trained already, the most that this server trains at once: wait until a client"
+                f" ends, or start it with --max-adapters {number + 1}"
+            )
+        silent_s = time.monotonic() - max(session.seen for session in holders.values())
+        return (
+            f"another client trains all weights: its last sign of life was {silent_s:.0f} s ago; wait until it ends, or"
+            " start a server for each"
+        )
 
     def end_session(self, session_id: str, why: str) -> None:
         """Free what a session has; a model whose steps no checkpoint has is saved first."""
@@ -408,8 +432,8 @@ class Service:
         self._stopped.set()
 
     async def close(self) -> None:
-        """Cancel what samples, and close the connections."""
-        for task in [*self._sampling.values()]:
+        """Cancel what samples or waits, and close the connections."""
+        for task in [*self._sampling.values(), *self._waiting]:
             task.cancel()
         if self._http is not None:
             await self._http.aclose()

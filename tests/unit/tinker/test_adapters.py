@@ -75,6 +75,16 @@ async def sample(service: Service, sampler: str, seq_id: int = 0) -> Any:
     return await done(service, service.sample(sampling(sampler, seq_id)))
 
 
+async def refused(service: Service, *models: str) -> str:
+    """Ask for another model while the clients of these show signs of life; return the error."""
+    body = {"session_id": service.create_session(), "model_seq_id": 0, "base_model": "base"}
+    promise = service.create_model(body)
+    await asyncio.sleep(0.05)
+    for model in models:
+        service.heartbeat(model.partition(":")[0])
+    return str((await done(service, promise))["error"])
+
+
 def test_each_client_samples_from_its_own_weights(service: Service, server: LiveServer) -> None:
     async def scenario() -> None:
         one, two = await new_model(service), await new_model(service)
@@ -144,8 +154,7 @@ def test_old_snapshots_are_dropped_and_named_ones_stay(
 def test_an_ended_client_leaves_only_what_it_named(service: Service, server: LiveServer) -> None:
     async def scenario() -> None:
         one, two = await new_model(service), await new_model(service)
-        with pytest.raises(Refusal, match="2 adapters are trained already"):
-            await new_model(service)
+        assert "2 adapters are trained already" in await refused(service, one, two)
         named = await client(service, one, 1, path="named")
         unnamed = [await client(service, one, number) for number in (2, 3, 4)]
         for sampler in (named, *unnamed):
@@ -164,6 +173,43 @@ def test_an_ended_client_leaves_only_what_it_named(service: Service, server: Liv
         body = {"model_id": third, "seq_id": 1, "path": path, "optimizer": True}
         assert "error" not in await done(service, service.load_weights(body))
         assert "metrics" in await step(service, third, 2)
+
+    run(scenario())
+
+
+def test_a_repeated_start_is_done_once_although_there_is_no_room(service: Service) -> None:
+    async def scenario() -> None:
+        one = await new_model(service)
+        session = service.create_session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
+        once = service.create_model(body)
+        await done(service, once)
+        assert service.create_model(body) == once
+        assert (await done(service, once))["model_id"] == once["model_id"]
+        assert "2 adapters are trained already" in await refused(service, one, once["model_id"])
+        assert len(service.trainer.models) == 2
+
+    run(scenario())
+
+
+def test_a_new_client_waits_for_one_that_ended_without_a_word(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        watching = asyncio.ensure_future(service.free_silent_sessions())
+        ended, alive = await new_model(service), await new_model(service)
+        await step(service, ended, 1)
+        session = service.create_session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
+        promise = service.create_model(body)
+        monkeypatch.setattr(service_module, "SILENT_S", 1.0)
+        while not service._futures[promise["request_id"]].done():
+            for name in (session, alive.partition(":")[0]):
+                service.heartbeat(name)
+            await asyncio.sleep(0.1)
+        assert "error" not in await done(service, promise)
+        assert {*service.trainer.models} == {alive, promise["model_id"]}
+        watching.cancel()
 
     run(scenario())
 

@@ -231,8 +231,10 @@ def test_a_silent_session_frees_its_model_and_saves_it(service: Service, monkeyp
         trained = (await step(service, model, 1))["metrics"]
         waiting = service.passes(request(model, 9))  # its turn never comes
         session = service.create_session()
-        with pytest.raises(Refusal, match="another client trains all weights"):
-            service.create_model({"session_id": session, "model_seq_id": 0, "base_model": "base"})
+        promise = service.create_model({"session_id": session, "model_seq_id": 0, "base_model": "base"})
+        await asyncio.sleep(0.05)
+        service.heartbeat(model.partition(":")[0])
+        assert "another client trains all weights" in (await done(service, promise))["error"]
         monkeypatch.setattr(module, "SILENT_S", 0.5)
         for _ in range(40):
             await asyncio.sleep(0.25)
@@ -243,7 +245,7 @@ def test_a_silent_session_frees_its_model_and_saves_it(service: Service, monkeyp
         with pytest.raises(Refusal, match=r"its weights are at tinker://\S+/weights/freed-1"):
             service.passes(request(model, 3))
         path = f"tinker://{model}/weights/freed-1"
-        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
         assert "error" not in await done(service, service.load_weights(body))
         assert trained["unclipped_grad_l2:mean"] > 0
         watching.cancel()
@@ -272,17 +274,17 @@ def test_a_replaced_model_is_saved_and_refused(service: Service) -> None:
 def test_two_clients_cannot_start_at_once(service: Service) -> None:
     async def scenario() -> None:
         first, second = service.create_session(), service.create_session()
-        body = {"model_seq_id": 0, "base_model": "base"}
-        made = service.create_model({"session_id": first, **body})
-        with pytest.raises(Refusal, match="another client trains all weights"):
-            service.create_model({"session_id": second, **body})
+        body = {"base_model": "base"}
+        made = service.create_model({"session_id": first, "model_seq_id": 0, **body})
+        promise = service.create_model({"session_id": second, "model_seq_id": 0, **body})
+        await asyncio.sleep(0.05)
+        service.heartbeat(first)
+        assert "another client trains all weights" in (await done(service, promise))["error"]
         await done(service, made)
         service.end_session(first, "its client has ended")
-        for _ in range(100):
-            await asyncio.sleep(0.05)
-            if not service.trainer.models:
-                break
-        assert "error" not in await done(service, service.create_model({"session_id": second, **body}))
+        assert "error" not in await done(
+            service, service.create_model({"session_id": second, "model_seq_id": 1, **body})
+        )
 
     run(scenario())
 
