@@ -19,18 +19,11 @@ if TYPE_CHECKING:
 
 MaxAdapters = Annotated[
     int | None,
-    typer.Option(
-        "--max-adapters", metavar="INTEGER", min=1, show_default=False,
-        help="Adapters that are trained at once, of all clients (default: 4).",
-    ),
-]  # fmt: skip
+    option("--max-adapters", "INTEGER", "Adapters that are trained at once, of all clients (default: 4).", min=1),
+]
 AllWeights = Annotated[
-    bool,
-    typer.Option(
-        "--all-weights", show_default=False,
-        help="Train all weights, of one client's model at a time, instead of adapters.",
-    ),
-]  # fmt: skip
+    bool, option("--all-weights", "", "Train all weights, of one client's model at a time, instead of adapters.")
+]
 BaseModel = Annotated[
     str, option("--base-model", "TEXT", "The model's name for clients, such as Qwen/Qwen3-8B (default: --model).")
 ]
