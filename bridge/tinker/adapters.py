@@ -1,4 +1,4 @@
-"""Adapters of several clients on one base: vLLM serves a snapshot of each beside the base, under a name of its own.
+"""Several clients' adapters on one base: vLLM serves snapshots of them beside the base, each under its own name.
 
 A snapshot is a folder that vLLM loads when it is first sampled, and again after it has evicted it; it never changes. A
 model whose newest weights are sampled (`inflight`) gets a snapshot at every step.
@@ -26,13 +26,13 @@ from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
 logger = logging.getLogger(__name__)
 
 PREFIX = "tinker-"
-"""vLLM's names of snapshots begin with it."""
+"""Prefix of the names under which vLLM serves snapshots."""
 ALPHA = 32.0
 """Tinker's alpha, at any rank."""
 DEFAULT_RANK = 32
-"""The SDK's rank of a training client that names none."""
+"""The SDK's default rank of a training client."""
 MOST_UNNAMED = 64
-"""Snapshots without a name that are kept of a model; live ones are kept for as long as they are sampled."""
+"""Maximum number of unnamed snapshots kept per model; live ones are kept while they are being sampled."""
 PARTS = {"train_attn": True, "train_mlp": True}
 """Fields of the SDK's `LoraConfig` that choose modules, with their defaults."""
 
@@ -43,25 +43,25 @@ class Snapshot:
 
     folder: Path
     model_id: str
-    """The model that it is of; its unnamed snapshots end with it."""
+    """The model it was taken of. Unnamed snapshots are dropped when their model is freed."""
     is_named: bool
     is_live: bool = False
     num_sampling: int = 0
-    """Requests that sample from it."""
+    """Number of requests that are sampling from it."""
     is_loaded: bool = False
 
 
 class Adapters(Trainer):
-    """Trains adapters in turn, each with its own optimizer."""
+    """Trains several adapters, one at a time, each with its own optimizer."""
 
     is_lora = True
 
     def __init__(self, policy: Policy, base_name: str, checkpoints: Checkpoints, *, most_models: int) -> None:
-        """Take a policy of several adapters, of which at most `most_models` are trained at once."""
+        """Use a policy that was attached with `several_adapters`; clients may have `most_models` models at a time."""
         super().__init__(policy, base_name, checkpoints)
         self.most_models = most_models
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
-        """By vLLM's names of them, oldest first."""
+        """Name in vLLM -> snapshot, oldest first."""
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._client = VllmClient(policy.url)
         models = self._client.models()
@@ -72,7 +72,7 @@ class Adapters(Trainer):
         self._try_server()
 
     def _try_server(self) -> None:
-        """Load a snapshot into the server and unload it, before clients come; UsageError: it takes no adapters."""
+        """Load a snapshot into the server and unload it again. UsageError: the server does not accept adapters."""
         name = f"{PREFIX}try"
         folder = self.policy.snapshot(name)
         try:
@@ -201,7 +201,7 @@ class Adapters(Trainer):
                 snapshot.is_live = True  # dropped once nobody samples from it
 
     async def _drop_old(self) -> None:
-        """Unload snapshots that no client can sample, and delete their folders."""
+        """Unload the snapshots that no client can sample any more, and delete their folders."""
         kept: defaultdict[str, int] = defaultdict(int)
         for name, snapshot in reversed([*self._snapshots.items()]):
             if snapshot.is_named or snapshot.num_sampling:
@@ -223,7 +223,7 @@ class Adapters(Trainer):
             await asyncio.to_thread(shutil.rmtree, snapshot.folder, ignore_errors=True)
 
     async def close(self) -> None:
-        """Close the connection; what vLLM has loaded is unloaded at the next start."""
+        """Close the connection. Snapshots that vLLM has loaded are unloaded at the next start."""
         self._client.close()
 
 

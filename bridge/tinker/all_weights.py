@@ -1,4 +1,4 @@
-"""All weights, of one model at a time: it has the server's memory, so vLLM samples from its newest version alone."""
+"""All weights are trained, for one model at a time, in the server's memory: vLLM samples only the newest version."""
 
 import logging
 from collections.abc import Mapping
@@ -25,20 +25,20 @@ class AllWeights(Trainer):
     most_models = 1
 
     def __init__(self, policy: Policy, base: Path, base_name: str, checkpoints: Checkpoints) -> None:
-        """`base` is the folder of the weights that a new model starts from."""
+        """Start new models from the weights in the folder `base`."""
         super().__init__(policy, base_name, checkpoints)
         self._base = base
         self.base_version: int | None = policy.version if policy.version == 0 else None
-        """The version that is the base model's; None: its weights were trained since."""
+        """The version that has the base model's weights; None: a client has trained them."""
         self._served_paths: dict[str, int] = {}
         """Path of named sampler weights -> their version."""
         self.num_snapshots_sampling = 0
-        """Requests in flight of clients that must not see newer weights."""
+        """Number of requests in flight whose clients must not see newer weights."""
         with VllmClient(policy.url) as client:
             self._served_name = client.models()[0].id
 
     def _take(self, model: Model) -> None:
-        """Do nothing: the policy trains the one model."""
+        """Do nothing: there is only one model."""
 
     def _start(self, model_id: str, lora: Mapping[str, Any]) -> Model:
         self._free_all()

@@ -20,23 +20,23 @@ from bridge.tinker.paths import SavedPath
 from bridge.tinker.service import Service
 
 PREFIX = "tml-"
-"""Keys begin with it: the SDK refuses any other."""
+"""Prefix of every API key: the SDK refuses keys without it."""
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False, "sample_join_sampling_session": False, "parallel_fwdbwd_chunks": True,
 }  # fmt: skip
-"""What the SDK asks before anything else: which parts of the API there are."""
+"""Reply to the SDK's first request: the parts of the API that this server supports."""
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 Handler = Callable[[Request], Awaitable[Response]]
 NOT_HERE = (
     "create_custom_loss", "copy_weights", "save_weights_external", "retrieve_futures", "join_sampling_session",
     "auth/token",
 )  # fmt: skip
-"""Routes that the SDK may call, and that this server does not have."""
+"""Routes that the SDK may call but that this server does not support."""
 
 
 def app(service: Service, key: str | None) -> Starlette:
-    """Return the application; without a `key` any key that the SDK accepts is right."""
+    """Return the application. Without a `key`, any key that the SDK accepts is valid."""
     routes = list[Route]()
 
     def add(path: str, handler: Handler, *methods: str) -> None:
@@ -49,7 +49,7 @@ def app(service: Service, key: str | None) -> Starlette:
         add(path, reply, *methods)
 
     def document(path: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer a JSON document by another one."""
+        """Add a route that replies to a JSON document with `answer(document)`."""
 
         async def reply(request: Request) -> Response:
             return JSONResponse(answer(await _document(request)))
@@ -153,7 +153,7 @@ def app(service: Service, key: str | None) -> Starlette:
 
 
 def _checked(handler: Handler, key: str | None) -> Handler:
-    """Let a request pass that has the key and a body within the limits, and answer errors by their messages."""
+    """Check the key and the size of the body before `handler` is called, and turn errors into responses."""
 
     async def checked(request: Request) -> Response:
         try:
@@ -201,7 +201,7 @@ def _refuse_route(route: str, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _page(request: Request, every: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    """Return the part of a list that a request asks for, and the SDK's cursor."""
+    """Return the page of a list that a request asks for, and the SDK's cursor."""
     limit, offset = (
         max(0, int(request.query_params.get(name, default))) for name, default in (("limit", 20), ("offset", 0))
     )

@@ -23,12 +23,12 @@ Config = Mapping[str, float]
 
 
 class Rows(NamedTuple):
-    """What a loss of probability ratios reads, one entry per row."""
+    """Inputs of a loss of probability ratios, one entry per row."""
 
     logprobs_N: Tensor
     """Log-probabilities of the trained weights, with gradients."""
     sampled_N: Tensor
-    """Those of the weights that sampled."""
+    """Log-probabilities of the weights that sampled the tokens."""
     advantages_N: Tensor
     mask_N: Tensor
     """Whether a row is part of its sequence's ratio: `sequence_ratio_mask`."""
@@ -38,16 +38,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossFunction:
-    """A value of `loss_fn`."""
+    """A loss that `loss_fn` can name."""
 
     inputs: tuple[str, ...]
-    """What each datum has beside its targets."""
+    """Names of the inputs that each datum needs besides its targets."""
     compute: Callable[[Rows, Config], Tensor]
     config: Mapping[str, float | None]
-    """Its choices with their defaults; None: it has to be given."""
+    """Configuration keys with their defaults; None: the key is required."""
 
     def chosen(self, name: str, given: Mapping[str, object]) -> Config:
-        """Return the choices of a call; UsageError if one is unknown, no number, or missing."""
+        """Return the configuration of a call. UsageError: a key is unknown or missing, or its value is not a number."""
         if unknown := sorted(given.keys() - self.config.keys()):
             known = ", ".join(self.config) or "none"
             raise UsageError(f"loss_fn_config of {name} has {unknown[0]!r}, expected {known}", hint="leave it out")
@@ -60,7 +60,7 @@ class LossFunction:
 
 
 def cross_entropy(logprobs_NX: Tensor, weights_NX: Tensor) -> Tensor:
-    """Return the weighted sum of negative log-probabilities, of one target a row or of several."""
+    """Return the weighted sum of negative log-probabilities, with one or several targets per row."""
     return -(logprobs_NX * weights_NX).sum()
 
 
@@ -77,7 +77,7 @@ def _clipped(ratios_N: Tensor, config: Config) -> Tensor:
 
 
 def _lower(ratios_N: Tensor, rows: Rows, config: Config) -> Tensor:
-    """Return PPO's objective, the lower one of the clipped and the other, as a loss."""
+    """Return PPO's loss: the negative of the lower of the clipped and the unclipped objective."""
     clipped_N = _clipped(ratios_N, config)
     return -torch.minimum(ratios_N * rows.advantages_N, clipped_N * rows.advantages_N).sum()
 
@@ -121,12 +121,12 @@ OF_RATIOS: Mapping[str, LossFunction] = {
     "dro": LossFunction(inputs=RATIOS, compute=_dro, config={"beta": None}),
     "gspo": LossFunction(inputs=(*RATIOS, "sequence_ratio_mask"), compute=_gspo, config=CLIPS),
 }
-"""Losses of probability ratios. `cross_entropy` is the only other one, and the only one with several targets."""
+"""The losses of probability ratios. `cross_entropy` is the only other loss, and the only one with several targets."""
 NAMES = ("cross_entropy", *OF_RATIOS)
 
 
 def refuse_other(name: str) -> None:
-    """Raise UsageError unless there is such a loss."""
+    """Raise UsageError if the loss is unknown."""
     if name not in NAMES:
         raise UsageError(
             f"loss_fn {name!r} is not supported here, only {', '.join(NAMES)}, and losses of your own by"

@@ -12,17 +12,17 @@ from typing import Any
 from bridge.errors import UsageError
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
-"""Part of a path -> the SDK's type of such a checkpoint."""
+"""Middle part of a path -> the SDK's name for that type of checkpoint."""
 RUN = re.compile(r"[0-9a-f-]{36}:train:[0-9]{1,9}")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 SCHEME = "tinker://"
 ABOUT = "tinker.json"
-"""File of a run's folder: what its model is."""
+"""File in a run's folder that describes its model."""
 
 
 @dataclass(frozen=True)
 class SavedPath:
-    """A path of Tinker's."""
+    """The path of a checkpoint as the SDK writes it."""
 
     run: str
     """The model's id."""
@@ -31,7 +31,7 @@ class SavedPath:
 
     @classmethod
     def parse(cls, path: str) -> "SavedPath":
-        """Read a path; UsageError if it is none of this server's."""
+        """Parse a path. UsageError: it is malformed."""
         parts = path.removeprefix(SCHEME).split("/")
         if path.startswith(SCHEME) and len(parts) == 3:
             return cls(*parts).checked()
@@ -40,7 +40,7 @@ class SavedPath:
         )
 
     def checked(self) -> "SavedPath":
-        """Return it; UsageError unless each part may be the name of a folder."""
+        """Return this path. UsageError: a part of it cannot be the name of a folder."""
         if self.kind not in KINDS or not RUN.fullmatch(self.run) or not NAME.fullmatch(self.name):
             raise UsageError(
                 f"{str(self)[:200]!r} is no path of a checkpoint: a name has letters, digits, '.', '_' and '-'",
@@ -59,7 +59,7 @@ class Checkpoints:
         self.folder = folder
 
     def run_folder(self, run: str) -> Path:
-        """Return the folder of a run, whose id is that of a model."""
+        """Return the folder of a run, which has the id of its model."""
         if not RUN.fullmatch(run):
             raise UsageError(f"{run[:100]!r} is no training run", hint="list_training_runs() has those that there are")
         return self.folder / run.replace(":", "_")
@@ -68,14 +68,14 @@ class Checkpoints:
         return self.run_folder(path.run) / path.kind / path.name
 
     def found(self, path: SavedPath) -> Path:
-        """Return the folder of a checkpoint; UsageError if there is none."""
+        """Return the folder of a checkpoint. UsageError: there is no such checkpoint."""
         folder = self.place(path)
         if not folder.is_dir():
             raise UsageError(f"{path} does not exist", hint="list_checkpoints() has those that there are")
         return folder
 
     def to_write(self, path: SavedPath, *, overwrite: bool) -> Path:
-        """Return the folder of a new checkpoint, with its parent; UsageError if there is one already."""
+        """Return the folder for a new checkpoint, and create its parent. UsageError: the checkpoint exists already."""
         folder = self.place(path)
         if folder.exists():
             if not overwrite:
@@ -85,13 +85,13 @@ class Checkpoints:
         return folder
 
     def describe(self, run: str, about: dict[str, Any]) -> None:
-        """Keep what is known of a run."""
+        """Write the description of a run's model."""
         folder = self.run_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ABOUT).write_text(json.dumps(about))
 
     def about(self, run: str) -> dict[str, Any]:
-        """Return what is known of a run; UsageError if there is none."""
+        """Return the description of a run's model. UsageError: there is no such run."""
         file = self.run_folder(run) / ABOUT
         if not file.is_file():
             raise UsageError(f"there is no training run {run}", hint="list_training_runs() has those that there are")
@@ -105,7 +105,7 @@ class Checkpoints:
         return [run for run in named if RUN.fullmatch(run)]
 
     def of_run(self, run: str) -> Iterator[dict[str, Any]]:
-        """Return the checkpoints of a run as the SDK lists them."""
+        """Yield the checkpoints of a run in the format of the SDK."""
         for kind, type_ in KINDS.items():
             for folder in sorted((self.run_folder(run) / kind).glob("*/")):
                 made = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat()
@@ -116,5 +116,5 @@ class Checkpoints:
                 }  # fmt: skip
 
     def delete(self, path: SavedPath) -> None:
-        """Delete a checkpoint; UsageError if there is none."""
+        """Delete a checkpoint. UsageError: there is no such checkpoint."""
         shutil.rmtree(self.found(path))

@@ -27,20 +27,20 @@ from bridge.tinker.training import SamplingClient, Trainer
 logger = logging.getLogger(__name__)
 
 POLL_S = 20.0
-"""Longest wait of a poll: the SDK gives up after 45 s."""
+"""Longest time that a poll waits for a result; the SDK gives up after 45 s."""
 SILENT_S = 45.0
-"""A session without a sign of life for so long is over: the SDK sends a heartbeat every 10 s."""
+"""A session that is silent for this long is over; the SDK sends a heartbeat every 10 s."""
 PERIOD_S = 1.0
-"""Time between two looks for silent sessions."""
+"""Interval between checks for silent sessions."""
 ROOM_PERIOD_S = 0.2
-"""Time between two looks for room for a model."""
+"""Interval between checks whether there is room for a model."""
 MOST_PENDING = 4096
-"""Requests without a result; further ones are answered by 429, which the SDK retries later."""
+"""Maximum number of requests without a result; more get the status 429, and the SDK retries them."""
 MOST_FUTURES = 16_384
-"""Futures that are kept; of those with a result the oldest are forgotten first."""
+"""Maximum number of futures that are kept; the oldest ones with a result are dropped first."""
 MOST_SAMPLES = 1024
 SAMPLING_PARAMS = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
-"""Sampling parameters of the SDK. Any other is refused, because it would have no effect."""
+"""The SDK's sampling parameters. Others are refused, because they would have no effect."""
 REFUSED_SAMPLING = {
     "target_prompt_logprobs": "", "prompt_alt_tokens_k": "",
     "record_stability_info": ": train with loss_fn=importance_sampling, ppo or cispo",
@@ -57,7 +57,7 @@ class Line:
 
     next: int = 1
     waiting: dict[int, tuple[Job, "asyncio.Future[Answer]"]] = field(default_factory=dict)
-    """What starts each request whose turn has not come, and its future."""
+    """seq_id -> the function that starts the request, and its future, for requests that came too early."""
 
     def add(self, number: int, start: Job, future: "asyncio.Future[Answer]") -> None:
         self.waiting[number] = start, future
@@ -66,7 +66,7 @@ class Line:
             first[0]()
 
     def end(self, why: str) -> None:
-        """Answer all requests whose turn will not come."""
+        """Fail all requests that are still waiting for earlier ones."""
         for _, future in self.waiting.values():
             _settle(future, {"error": why, "category": "user"})
         self.waiting.clear()
@@ -77,7 +77,7 @@ class Session:
     """A client program."""
 
     seen: float
-    """When it gave its last sign of life, on the monotonic clock."""
+    """Time of the last sign of life, on the monotonic clock."""
     models: set[str] = field(default_factory=set)
 
 
@@ -85,7 +85,7 @@ class Service:
     """The API's state, and what its calls do."""
 
     def __init__(self, trainer: Trainer, jobs: "SimpleQueue[Job]") -> None:
-        """Take the trainer, whose calls become `jobs` of the main thread."""
+        """Run the trainer's calls as `jobs` of the main thread."""
         self.trainer = trainer
         self.policy = trainer.policy
         self._jobs = jobs
@@ -99,7 +99,7 @@ class Service:
         self._waiting: set[asyncio.Task[None]] = set()
         """Models that wait for room."""
         self._starting: set[str] = set()
-        """Models that the main thread makes, or will."""
+        """Models that the main thread is creating or will create next."""
         self._restarting = asyncio.Lock()
         self._num_starts = 0
         """Number of times that vLLM was restarted."""
@@ -141,13 +141,13 @@ class Service:
         self._num_pending -= 1
 
     def future(self, name: str, work: Callable[[], Answer]) -> dict[str, Any]:
-        """Answer with the name of a future; the same request again gets the same one."""
+        """Return the promise of a future; a repeated request gets the same one."""
         if name not in self._futures:
             self._do(self._new(name), work)
         return {"request_id": name}
 
     def ordered(self, model_id: str, number: int, kind: str, work: Callable[[], Answer]) -> dict[str, Any]:
-        """Do `work` in its turn among the requests of a model, and answer with the name of its future."""
+        """Run `work` after the model's earlier requests, and return the promise of its future."""
         name = f"{model_id}:{number}:{kind}"
         if name not in self._futures:
             line = self._lines.get(model_id)
@@ -160,7 +160,7 @@ class Service:
         return {"request_id": name, "model_id": model_id}
 
     async def result(self, name: str) -> Answer:
-        """Wait a while for a future; Refusal if there is none of this name."""
+        """Wait up to POLL_S for a future's result. Refusal: there is no future with this name."""
         future = self._futures.get(name)
         if future is None:
             raise Refusal(f"there is no request {name}: this server was restarted, or forgot its result", status=404)
@@ -180,7 +180,7 @@ class Service:
         return name
 
     def heartbeat(self, session_id: str) -> None:
-        """Note a sign of life; Refusal if the session is over."""
+        """Record a sign of life. Refusal: the session is over."""
         session = self.sessions.get(session_id)
         if session is None:
             raise Refusal(f"there is no session {session_id}: it was silent for {SILENT_S:g} s, or ended", status=404)
@@ -196,7 +196,7 @@ class Service:
         return self._begin(body, "load", lambda model_id: self.trainer.load(model_id, body))
 
     def _begin(self, body: Mapping[str, Any], kind: str, start: Callable[[str], Answer]) -> dict[str, Any]:
-        """Start a model once there is room for it, and answer with its future; a repeated request gets the same one."""
+        """Start a model once there is room for it, and return its promise; a repeated request gets the same one."""
         session_id = str(body["session_id"])
         self.heartbeat(session_id)
         model_id = f"{session_id}:train:{int(body['model_seq_id'])}"
@@ -213,9 +213,9 @@ class Service:
     async def _begun(
         self, session_id: str, model_id: str, future: "asyncio.Future[Answer]", work: Callable[[], Answer]
     ) -> None:
-        """Start a model, or refuse it once all clients that take its room have given a new sign of life.
+        """Start a model, or refuse it once every client that leaves no room for it has shown a new sign of life.
 
-        A program that has ended without a word still holds its models until its silence is noticed.
+        A program that exits without closing its session keeps its models until the server notices its silence.
         """
         asked = time.monotonic()
         while holders := self._holders(session_id):
@@ -256,7 +256,7 @@ class Service:
         )
 
     def end_session(self, session_id: str, why: str) -> None:
-        """Free what a session has; a model whose steps no checkpoint has is saved first."""
+        """Free a session's models. A model with steps that are in no checkpoint is saved first."""
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
@@ -309,7 +309,7 @@ class Service:
         return self.ordered(body["model_id"], body["seq_id"], "save", lambda: self.trainer.save(body))
 
     def save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Let a client sample from the weights as they are in this request's turn."""
+        """Let a client sample from the weights as the model's earlier requests have left them."""
 
         def work() -> Answer:
             saved = self.trainer.save_for_sampler(body)
@@ -324,7 +324,7 @@ class Service:
     # Sampling.
 
     def create_sampling_session(self, body: Mapping[str, Any]) -> str:
-        """Return the name of a sampling client; the same request again gets the same one."""
+        """Return the name of a new sampling client; a repeated request gets the same one."""
         name = f"{body['session_id']}:sampler:{body['sampling_session_seq_id']}"
         if name not in self.samplers:
             self.heartbeat(body["session_id"])
@@ -332,7 +332,7 @@ class Service:
         return name
 
     def sample(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Start to sample, and answer with the name of the future and those of the sequences."""
+        """Start sampling, and return the promise of the future with the ids of the sequences."""
         number = int(body.get("num_samples") or 1)
         if not 1 <= number <= MOST_SAMPLES:
             raise Refusal(f"num_samples is {number}, expected 1 to {MOST_SAMPLES}")
@@ -359,7 +359,7 @@ class Service:
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{index}" for index in range(number)]}
 
     def cancel(self, name: str) -> dict[str, Any]:
-        """Stop sampling for a request that nobody waits for."""
+        """Stop sampling for a request that its client has cancelled."""
         if (task := self._sampling.get(name)) is not None:
             task.cancel()
         return {}
@@ -387,7 +387,10 @@ class Service:
             self.trainer.sampled(client, model)
 
     async def _restarted(self, starts: int) -> bool:
-        """Start vLLM again if it is dead; return whether it now serves. `starts` is how often it was, at first."""
+        """Restart vLLM if it is dead, and return whether the request may be repeated.
+
+        `starts` is the number of restarts before the request was sent.
+        """
         async with self._restarting:
             if self._num_starts != starts:
                 return True
@@ -428,11 +431,11 @@ class Service:
         return reply
 
     def stop(self) -> None:
-        """End the polls, which would delay the end of the server; their clients ask again."""
+        """Answer all open polls now, since they would delay the end of the server."""
         self._stopped.set()
 
     async def close(self) -> None:
-        """Cancel what samples or waits, and close the connections."""
+        """Cancel all requests that sample or wait for room, and close the connections."""
         for task in [*self._sampling.values(), *self._waiting]:
             task.cancel()
         if self._http is not None:
@@ -479,7 +482,7 @@ class Service:
         }  # fmt: skip
 
     def weights_info(self, path: str) -> dict[str, Any]:
-        """Return what a client asks about a checkpoint; SDKs before 0.38 load only what is called an adapter's."""
+        """Describe a checkpoint to a client. SDKs before 0.38 load only checkpoints that are marked as adapters."""
         about = self.trainer.checkpoints.about(SavedPath.parse(path).run)
         return {"base_model": about["base_model"], "is_lora": True, "lora_rank": about["rank"]}
 

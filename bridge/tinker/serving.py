@@ -40,7 +40,9 @@ def check_key(host: str, key: str | None) -> None:
 
 
 def trainer_of(policy: Policy, folder: Path, *, base_name: str, most_adapters: int | None) -> Trainer:
-    """Return what trains clients' models, whose checkpoints are below `folder`; `most_adapters` None: all weights.
+    """Return the trainer of the clients' models, with checkpoints below `folder`.
+
+    It trains up to `most_adapters` adapters at a time; None: all weights.
 
     Raises:
         UsageError: the server takes no adapters, or there is no folder of the base model's weights.
@@ -51,7 +53,7 @@ def trainer_of(policy: Policy, folder: Path, *, base_name: str, most_adapters: i
 
 
 def base_folder(model: str) -> Path:
-    """Return the folder of the served model: itself, or what the hub's cache has under its name.
+    """Return the folder with the weights of the served model, which for a name is in the hub's cache.
 
     Raises:
         UsageError: there is none.

@@ -1,7 +1,8 @@
-"""What the calls of a training client do to the policy. One thread calls it: the main one, where Ctrl-C is deferred.
+"""The training side of Tinker's calls: what they do to the policy.
 
-Two kinds of trainers differ in what a model is: all weights, of one model at a time (`all_weights.py`), or an adapter
-beside others (`adapters.py`). What both have in common is here. Methods about sampling run in the event loop.
+A model is either all weights, one model at a time (`all_weights.py`), or one of several adapters (`adapters.py`); this
+module has what both share. The main thread makes all calls, because only it can defer Ctrl-C, except for the methods
+about sampling, which run in the event loop.
 Shape suffixes: N rows, as many as a datum has positions; K targets of a row, X: nothing, or K.
 """
 
@@ -32,7 +33,7 @@ from bridge.tinker.wire import Datum, PassRequest
 logger = logging.getLogger(__name__)
 
 RUN = "run"
-"""Folder of a model's metrics, in that of its checkpoints."""
+"""Folder of a model's metrics, inside the folder of its checkpoints."""
 
 ADAM = {
     "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0,
@@ -42,15 +43,15 @@ ADAM = {
 
 @dataclass
 class Tally:
-    """What the passes since a model's last step have measured."""
+    """Measurements of the passes since a model's last step."""
 
     loss: float = 0.0
     num_tokens: int = 0
-    """Tokens that count for the loss."""
+    """Number of tokens that contribute to the loss."""
     num_known: int = 0
-    """Tokens whose log-probabilities in the sampler the client has sent."""
+    """Number of tokens for which the client has sent the sampler's log-probabilities."""
     sums: dict[str, float] = field(default_factory=dict)
-    """Metric of these tokens -> its mean in a call, times their number."""
+    """Metric -> its sum over these tokens."""
     largest: float = 0.0
     """The largest difference between the two log-probabilities of a token."""
 
@@ -80,12 +81,12 @@ class Model:
     run: RunFolder
     """Its metrics, as `bridge report` reads them."""
     rank: int
-    """The rank that the client asked for; if all weights are trained, it means nothing."""
+    """The rank that the client asked for; it has no effect if all weights are trained."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     num_steps: int = 0
     tally: Tally = field(default_factory=Tally)
     is_saved: bool = True
-    """Whether no step was taken since the last checkpoint of it."""
+    """Whether its last checkpoint has all of its steps."""
     adapter: HeldAdapter | None = None
     """Its weights, unless all weights are trained."""
     parts: Mapping[str, bool] = field(default_factory=dict)
@@ -99,13 +100,13 @@ class SamplingClient:
     """What a sampling session samples from."""
 
     version: int | None = None
-    """The version that all weights must have; None: any."""
+    """The only version of all weights that it may sample; None: any version."""
     path: str | None = None
     """The checkpoint that the client named."""
     snapshot: str | None = None
-    """The adapter's snapshot; None: no adapter, or the newest of `follows`."""
+    """The adapter's snapshot; None: the base model, or the newest adapter of `follows`."""
     follows: str | None = None
-    """The model whose newest adapter is sampled."""
+    """The model whose newest adapter it samples."""
 
 
 class Trainer(ABC):
@@ -114,19 +115,19 @@ class Trainer(ABC):
     is_lora: bool
     """Whether models are adapters."""
     most_models: int
-    """Models that exist at once."""
+    """Maximum number of models at a time."""
 
     def __init__(self, policy: Policy, base_name: str, checkpoints: Checkpoints) -> None:
-        """Take an attached policy; clients know the base model as `base_name`."""
+        """Use an attached policy, whose base model is called `base_name` by clients."""
         self.policy = policy
         self.base_name = base_name
         self.checkpoints = checkpoints
         self.models: dict[str, Model] = {}
         self._gone: dict[str, str] = {}
-        """Model -> why it is no more."""
+        """Id of a freed model -> why it was freed."""
 
     def current(self, model_id: str) -> Model:
-        """Return a model, and let the policy train it; UsageError if there is none."""
+        """Return a model, and make the policy train it. UsageError: there is no such model."""
         model = self.models.get(model_id)
         if model is None:
             raise UsageError(
