@@ -53,7 +53,7 @@ from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, GradientError, RewardError, UsageError
 from bridge.modes import WAYS
 from bridge.modes.lora import LoraDisk, LoraOnRequest
-from bridge.modes.mode import RunContext
+from bridge.modes.mode import Mode, RunContext
 from bridge.modes.shared_vllm import PatchedServer
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, check_hyperparameters, clip_gradients
@@ -151,8 +151,8 @@ class Policy:
         self._opened: OpenedModel | None = None
         self._adapter: HeldAdapter | None = None
         """The adapter in the model, if several take turns in it."""
-        way = (config.mode, "on request") if context.several_adapters else config.way
-        self.mode = self.ranks.run_on_all(lambda: WAYS[way](config, context))
+        way: type[Mode] = LoraOnRequest if context.several_adapters else WAYS[config.way]
+        self.mode = self.ranks.run_on_all(lambda: way(config, context))
         """The mode: how weights reach the server."""
         try:
             lengths = [length for length in self.ranks.all_gather_object(self.mode.max_model_len) if length is not None]

@@ -3,7 +3,7 @@
 A mode opens the model to train and publishes each update. The trainer's code is the same for all modes.
 """
 
-from bridge.modes.lora import LoraDisk, LoraMemory, LoraOnRequest
+from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import Mode
 from bridge.modes.none import InPlace, Restart
 from bridge.modes.shared_vllm import SharedVllm
@@ -13,9 +13,8 @@ WAYS: dict[tuple[str, str], type[Mode]] = {
     ("shared_vllm", ""): SharedVllm,
     ("lora_only", "memory"): LoraMemory,
     ("lora_only", "disk"): LoraDisk,
-    ("lora_only", "on request"): LoraOnRequest,
     ("none", "restart"): Restart,
     ("none", "in-place"): InPlace,
     ("none", "transfer"): Transfer,
 }
-"""`TrainConfig.way` -> the class that implements it; on request: `RunContext.several_adapters`."""
+"""`TrainConfig.way` -> the class that implements it."""

@@ -24,11 +24,17 @@ from bridge.types import Completion, Group
 from tests.unit import checks_sample
 
 SURFACE = {
-    "attach": ("(path, *, sampling, compute, optimizer, loss, lora, publishing, seed, reads_only, run_dir)"),
+    "attach": (
+        "(path, *, sampling, compute, optimizer, loss, lora, publishing, seed, several_adapters, reads_only, run_dir)"
+    ),
     "for_trl": "(policy, args, *, callbacks, optimizers, processing_class, peft_config)",
     "policy_loss": "(logprobs_N, batch, loss, *, old_logprobs_N)",
     "samples": "(groups, loss, *, max_new_tokens)",
-    "serve": ("(model, *vllm_flags, sampling, compute, optimizer, loss, lora, publishing, seed, run_dir, **choices)"),
+    "serve": (
+        "(model, *vllm_flags, sampling, compute, optimizer, loss, lora, publishing, seed, several_adapters, run_dir,"
+        " **choices)"
+    ),
+    "Policy.adapter": "",
     "Policy.close": "(self)",
     "Policy.device": "",
     "Policy.drop_gradients": "(self)",
@@ -41,11 +47,13 @@ SURFACE = {
     "Policy.logprobs": "(self, batch)",
     "Policy.max_model_len": "",
     "Policy.model_name": "",
+    "Policy.new_adapter": "(self, *, r, alpha, seed, modules)",
     "Policy.optim_step": "(self, *, lr, max_norm, betas, eps, weight_decay, in_flight)",
     "Policy.optimizer": "(self, name, *, lr, weight_decay, betas, eps, seed, params)",
     "Policy.pack": "(self, samples, *, max_tokens)",
     "Policy.publish": "(self, write, *, in_flight)",
     "Policy.parameters": "(self)",
+    "Policy.restart_server": "(self)",
     "Policy.resume": "(self, optimizer)",
     "Policy.sampling": "",
     "Policy.sample": "(self, prompts, score, *, seed, chat_template_kwargs, prompt_logprobs, **parameters)",
@@ -56,14 +64,15 @@ SURFACE = {
     "Policy.train_step": "(self, samples, loss, *, old_logprobs, are_own, lr, max_norm, in_flight)",
     "Policy.update": "(self, optimizer, *, max_norm, in_flight)",
     "Policy.url": "",
+    "Policy.use": "(self, adapter)",
     "Policy.use_tokenizer": "(self, tokenizer)",
     "Policy.verify": "(self)",
     "Policy.version": "",
 }
 """Functions and methods that programs call, by the names of their parameters: changing one breaks those programs."""
 ATTRIBUTES = {"model"}
-OF_RUNS = {"endpoint", "fence", "open", "opened", "prepared", "read_state", "trainable", "write_state"}
-"""Further members of a policy that `bridge run` uses; they may change."""
+OF_RUNS = {"endpoint", "fence", "open", "opened", "prepared", "read_state", "snapshot", "trainable", "write_state"}
+"""Further members of a policy that `bridge run` and `bridge tinker` use; they may change."""
 
 
 def test_public_signatures_are_pinned() -> None:
