@@ -109,5 +109,5 @@ def checks(url: str, about: dict[str, Any], folder: Path, *, limit_s: float) -> 
         timeout=limit_s,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{done.stdout[-20000:]}\n{done.stderr[-4000:]}"
     return done.stdout

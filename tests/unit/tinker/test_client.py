@@ -118,7 +118,8 @@ def about(server: LiveServer, *, is_lora: bool = False) -> dict[str, Any]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [(), ("--max-lora-rank", "8")], ids=["all weights", "adapters"])
+# adapters first: they are compared with the base, which the other test's client trains
+@pytest.mark.parametrize("flags", [("--max-lora-rank", "8"), ()], ids=["adapters", "all weights"])
 def test_the_real_client_passes_its_checks(server: LiveServer, tmp_path: Path, flags: tuple[str, ...]) -> None:
     with door(server, tmp_path, *flags) as (url, _, _):
         printed = tinker_sdk.checks(url, about(server, is_lora=bool(flags)), tmp_path, limit_s=500)
