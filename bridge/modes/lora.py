@@ -404,7 +404,14 @@ class LoraOnRequest(LoraDisk):
     def _serve_first(self) -> None:
         """Unload the adapters of earlier runs; AttachError if the server is torn. Snapshots outlive a dead server."""
         if isinstance(self._client, BridgeClient) and self._exported is not None:
-            self._client.status().refuse_torn()
+            status = self._client.status()
+            status.refuse_torn()
+            if status.version and status.writes == "weights":
+                logger.warning(
+                    "the server was trained before: adapters are trained on its weights, version %d, not on those of"
+                    " %s",
+                    status.version, self._exported.model,
+                )  # fmt: skip
             if self._exported.shards[0].lora_slots:
                 self._client.release_adapter()
         for name in self._served:

@@ -68,6 +68,10 @@ def tinker(
     if all_weights and (max_adapters is not None or config.max_lora_rank is not None):
         flag = "--max-adapters" if max_adapters is not None else "--max-lora-rank"
         raise UsageError(f"{flag} has no effect with --all-weights: there are no adapters", hint=f"leave {flag} out")
+    if config.lora_experts:
+        raise UsageError(
+            "--lora-experts has no effect here: routed experts get no adapter", hint="leave --lora-experts out"
+        )
     most = None if all_weights else max_adapters or MOST_ADAPTERS
     serving.check_key(config.host, api_key)
     wire.messages()  # before vLLM starts
@@ -111,13 +115,16 @@ def _policy(
         sections |= {"lora": LoraConfig(r=rank, alpha=ALPHA), "several_adapters": True}
         own_flags = ["--max-loras", str(most_adapters), "--max-cpu-loras", str(CACHED * most_adapters)]
     path = config.vllm_config_path
+    given = {name: value for name, value in config.model_dump(exclude_unset=True).items() if name not in OWN}
     if path is None:
-        given = {name: value for name, value in config.model_dump(exclude_unset=True).items() if name not in OWN}
         with library.serve(config.model, *own_flags, *vllm_flags, **sections, **given) as policy:
             yield policy
         return
-    if vllm_flags:
-        raise UsageError(f"{vllm_flags[0]} has no effect on a running server", hint="leave out --vllm-config-path")
+    without_effect = [f"--{name.replace('_', '-')}" for name in given] + vllm_flags
+    if without_effect:
+        raise UsageError(
+            f"{without_effect[0]} has no effect on a running server", hint="leave it or --vllm-config-path out"
+        )
     with library.attach(path, **sections) as policy:
         if skeleton.absolute(config.model) != policy.model_name:
             raise UsageError(

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import PlainTextResponse
 
+from bridge.core.address import free_port
 from bridge.core.process import ProcessIdentity
 from bridge.processes import children
 from bridge.server import manifest as manifests
@@ -118,6 +119,14 @@ def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
         yield LiveServer(manifests.load(path), path, child)
     finally:
         children.stop(child, grace_s=1.0)
+
+
+@contextmanager
+def tiny_llama(folder: Path) -> Iterator[LiveServer]:
+    """Run one for a small random Llama, whose files are also in `folder`."""
+    tiny.write(tiny.llama(), folder / "model")
+    with served(folder / "model", folder, port=free_port("127.0.0.1")) as server:
+        yield server
 
 
 def app_of(toy: ToyServer) -> FastAPI:

@@ -20,12 +20,10 @@ import pytest
 import torch
 
 import bridge
-from bridge.core.address import free_port
 from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.processes import children
 from bridge.server.client import BridgeClient
 from bridge.server.fence import frozen
-from tests.models import tiny
 from tests.unit import patched_server
 from tests.unit.engine.test_policy import client_of, manifest_of
 
@@ -36,9 +34,7 @@ SAMPLING = bridge.SamplingConfig(group_size=2, max_new_tokens=4, request_timeout
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the manifest's path of a patched server without vLLM."""
-    folder = tmp_path_factory.mktemp("server")
-    tiny.write(tiny.llama(), folder / "model")
-    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as server:
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("server")) as server:
         yield server.path
 
 

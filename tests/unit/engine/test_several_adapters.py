@@ -17,11 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import bridge
-from bridge.core.address import free_port
 from bridge.engine.held_adapter import HeldAdapter
 from bridge.errors import UsageError
 from bridge.passes.packing import Sample
-from tests.models import tiny
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
 
@@ -42,9 +40,7 @@ def attached(path: Path, **choices: Any) -> bridge.Policy:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("server")
-    tiny.write(tiny.llama(), folder / "model")
-    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as served:
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("server")) as served:
         yield served
 
 
@@ -210,3 +206,12 @@ def test_several_adapters_need_settings(server: LiveServer) -> None:
 def tiny_modules(policy: bridge.Policy) -> list[str]:
     assert policy.opened.adapter is not None
     return [*policy.opened.adapter.modules]
+
+
+def test_adapters_on_trained_weights_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with patched_server.tiny_llama(tmp_path) as server:
+        with bridge.attach(server.path) as all_weights:
+            all_weights.publish(lambda: None)
+        with attached(server.path):
+            pass
+    assert "adapters are trained on its weights, version 1, not on those of" in caplog.text

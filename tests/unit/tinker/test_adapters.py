@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 import bridge
-from bridge.core.address import free_port
 from bridge.core.http_limits import Refusal
 from bridge.tinker import adapters as module
 from bridge.tinker import service as service_module
@@ -26,7 +25,6 @@ from bridge.tinker.adapters import Adapters
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Service
 from bridge.tinker.wire import Datum, PassRequest
-from tests.models import tiny
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
 from tests.unit.tinker import calls
@@ -37,9 +35,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("tinker")]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("server")
-    tiny.write(tiny.llama(), folder / "model")
-    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as served:
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("server")) as served:
         yield served
 
 

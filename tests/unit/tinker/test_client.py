@@ -17,10 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bridge.core.address import free_port
 from tests import tinker_sdk
 from tests.dropping_proxy import dropping
-from tests.models import tiny
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
 
@@ -70,9 +68,7 @@ print(saved, client.forward(data, "cross_entropy").result().metrics["loss:sum"])
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("server")
-    tiny.write(tiny.llama(), folder / "model")
-    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as served:
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("server")) as served:
         yield served
 
 

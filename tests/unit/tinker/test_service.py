@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import bridge
-from bridge.core.address import free_port
 from bridge.core.http_limits import Refusal
 from bridge.errors import UsageError
 from bridge.tinker import api
@@ -22,7 +21,6 @@ from bridge.tinker import service as module
 from bridge.tinker.all_weights import AllWeights
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Service
-from tests.models import tiny
 from tests.unit import patched_server
 from tests.unit.tinker import calls
 from tests.unit.tinker.calls import STEP, done, new_model, request, run, sampling, step
@@ -33,9 +31,7 @@ KEY = {"x-api-key": "tml-any"}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("server")
-    tiny.write(tiny.llama(), folder / "model")
-    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as server:
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("server")) as server:
         yield server.path
 
 
@@ -178,7 +174,7 @@ def test_unknown_sampling_parameter_is_refused(service: Service) -> None:
     run(scenario())
 
 
-def test_model_of_an_ended_session_that_cannot_be_saved_is_logged(
+def test_unsaved_model_of_an_ended_session_is_logged(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> None:

@@ -179,7 +179,7 @@ def test_stored_buffer_follows_a_restarted_server(tmp_path: Path) -> None:
     assert reattached.unshared_parameters() == []
 
 
-def test_deep_copy_of_an_attached_model_copies_only_its_own_memory(tmp_path: Path) -> None:
+def test_deep_copy_of_an_attached_model_copies_only_its_tensors(tmp_path: Path) -> None:
     attached = attach(toy_server.serve(FAMILIES["GLM-4.5"](), tmp_path / "model").manifest)
     tensors = state(copy.deepcopy(attached.model))
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors.values())
