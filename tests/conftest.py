@@ -54,8 +54,8 @@ def _nothing_logged_before() -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Leave out torch's log lines, because some appear only if an earlier test has compiled something."""
-    caplog.handler.addFilter(lambda record: record.name.partition(".")[0] != "torch")
+    """Leave out what installed packages log, because some of it appears only once in a process."""
+    caplog.handler.addFilter(lambda record: "site-packages" not in record.pathname)
     return caplog
 
 
