@@ -227,6 +227,9 @@ def _fault(sample: Sample, num_words: int) -> str:
     num_sampled = len(sample.token_ids) if sample.sampled is None else sum(sample.sampled)
     if not num_sampled:
         return "has no sampled token"
+    if not 0 <= sample.num_prompt_rows < len(sample.prompt_token_ids):
+        return f"has {sample.num_prompt_rows} prompt rows and a prompt of {len(sample.prompt_token_ids)} tokens"
+    num_sampled += sample.num_prompt_rows
     for name in ("sampled_logprobs", "advantages", "kept"):
         if (length := len(getattr(sample, name))) != num_sampled and (length or name != "kept"):
             return f"has {num_sampled} sampled tokens and {length} {name}"

@@ -21,6 +21,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -363,10 +364,11 @@ class Policy:
             adapter.kept = None
             self._adapter = adapter
 
-    def snapshot(self, name: str) -> Path:
-        """Save the adapter in use as a temporary folder for the server, without an fsync; return the folder.
+    def snapshot(self, name: str) -> Future[Path]:
+        """Save the adapter in use, as it is now, as a temporary folder for the server, without an fsync.
 
-        It is removed with the policy.
+        It is written in a separate thread; the future's result is the folder, or the UsageError that says why not. It
+        is removed with the policy.
         """
         with self._alone("snapshot"):
             mode, _ = self._adapters()

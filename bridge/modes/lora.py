@@ -9,7 +9,9 @@ Not covered: how the server pins the slot (`patches/bridge_patches/placement.py`
 
 import logging
 import shutil
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,8 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bridge.config import TrainConfig
+from bridge.core.concurrency import in_thread
 from bridge.errors import AttachError, ManifestError, UsageError
-from bridge.modes.mode import Mode
+from bridge.modes.mode import Mode, RunContext
 from bridge.modes.shared_vllm import PatchedServer, manifest_of
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
@@ -32,6 +36,9 @@ from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, open_handles, reattach
 
 logger = logging.getLogger(__name__)
+
+MOST_SAVING = 2
+"""Maximum number of adapters in host memory that are being saved."""
 
 
 class _LoraMode(Mode):
@@ -341,6 +348,10 @@ class LoraOnRequest(LoraDisk):
     is_changed = False
     """Whether the adapter has changed since then."""
 
+    def __init__(self, config: TrainConfig, run: RunContext) -> None:
+        self._saving = deque[Future[Path]]()
+        super().__init__(config, run)
+
     @property
     def num_starts(self) -> int:
         """Number of times that this process has restarted the server."""
@@ -381,9 +392,18 @@ class LoraOnRequest(LoraDisk):
             )
         self.revive(None)
 
-    def snapshot(self, name: str) -> Path:
-        """Save the adapter that is in the model as a scratch folder; return it."""
-        return self._run.saved(name, self._adapter.save)
+    def snapshot(self, name: str) -> Future[Path]:
+        """Save the adapter as it is now, in a separate thread, as a scratch folder, which is the future's result."""
+        while len(self._saving) >= MOST_SAVING:
+            wait([self._saving.popleft()])
+        copied = self._adapter.copied()
+        saving = in_thread(lambda: self._run.saved(name, copied.save), "adapter snapshot")
+        self._saving.append(saving)
+        return saving
+
+    def close(self) -> None:
+        wait(self._saving)  # what is written is removed with the run's folder
+        super().close()
 
     def _advance(self) -> int:
         self.version += 1

@@ -25,6 +25,9 @@ A token that was not sampled, such as one of a tool's answer, is in tokens_T but
 
 A sample may have its own targets, which are scored instead of the sampled tokens: one token per row, which is then in
 targets_N, or K tokens per row, which are in `several`.
+
+A sample may also have rows at its prompt's tokens. Samples that share the prompt then have some rows in common, each of
+which is computed once (`distinct`).
 """
 
 import math
@@ -46,6 +49,8 @@ from bridge.types import Images
 Value = TypeVar("Value", int, float, tuple[float, int])
 KEEP_ALL = float(np.finfo(np.float32).min), 0
 """A threshold below every logit; the count has no effect."""
+MOST_WORDS = 2**31
+"""More than any vocabulary has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,9 @@ class Sample:
     """Token ids to score instead of the sampled tokens, one or K for each; empty: the sampled tokens themselves."""
     target_weights: tuple[tuple[float, ...], ...] = ()
     """A factor for each of the K targets of a sampled token, such as a teacher's probability; empty: 1."""
+    num_prompt_rows: int = 0
+    """Number of the prompt's last tokens, the first token of the prompt excepted, that are scored like sampled ones;
+    their values come before those of the sampled tokens."""
 
     @property
     def num_targets(self) -> int:
@@ -98,7 +106,7 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        """Number of sampled tokens."""
+        """Number of rows: sampled tokens, and tokens of the prompt that are scored."""
         return len(self.advantages)
 
 
@@ -125,6 +133,15 @@ class Targets(NamedTuple):
     def rows(self, chosen_M: Tensor) -> "Targets":
         """Select the targets of some rows."""
         return Targets(self.ids_NK[chosen_M], self.weights_NK[chosen_M])
+
+
+class Distinct(NamedTuple):
+    """The rows of a micro-batch without repetitions, M <= N."""
+
+    rows_M: Tensor
+    targets_M: Tensor
+    of_rows_N: Tensor
+    """For each row, its index among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +173,8 @@ class MicroBatch:
     several: Targets | None = None
     """K targets per row; log-probabilities are then [N, K]. None: one target per row, and [N]. If any sample of those
     packed together has several, all of their micro-batches have."""
+    distinct: Distinct | None = None
+    """The rows to compute, if samples have rows of a shared prompt in common; None: all of them."""
 
     @property
     def num_sequences(self) -> int:
@@ -206,7 +225,8 @@ def _order(sample: Sample) -> tuple[object, ...]:
     logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN cannot be sorted
     targets = sample.num_targets, sample.targets, sample.target_weights
     return (
-        sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts, *targets
+        sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts, *targets,
+        sample.num_prompt_rows,
     )  # fmt: skip
 
 
@@ -250,6 +270,7 @@ class _Layout:
         self.images = Gathered() if any(sample.images for sample in self.samples) else None
         rows = self._rows(groups)
         keys = self._keys if shares else []
+        repeats = any(len(group) > 1 and any(sample.num_prompt_rows for sample in group) for group in groups)
         targets = [token for sample in self.samples for token in _first_targets(sample)]
         self.width = max(1, *(sample.num_targets for sample in self.samples)) if has_several else 0
         several = [_filled(sample, self.width) for sample in self.samples] if has_several else []
@@ -261,6 +282,11 @@ class _Layout:
             for values in (self._tokens, self._positions, self._starts, self._key_starts, keys, rows, targets)
         ]
         self.integers.append(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
+        self.has_distinct = repeats and not has_several and not is_filtered
+        if self.has_distinct:
+            pairs_N = np.array(rows) * MOST_WORDS + np.array(targets)
+            pairs_M, of_rows_N = np.unique(pairs_N, return_inverse=True)
+            self.integers += [torch.from_numpy(each) for each in (*np.divmod(pairs_M, MOST_WORDS), of_rows_N)]
         self.integers += [torch.from_numpy(np.concatenate([ids for ids, _ in several]))] if has_several else []
         self.floats = [
             torch.from_numpy(np.array(list(chain.from_iterable(values)), dtype=np.float32))
@@ -295,11 +321,14 @@ class _Layout:
                 if prompt is None:
                     whole = self._add(sample.prompt_token_ids + sample.token_ids)
                     self._take_others(sample, whole, 0)
-                    rows += of_sampled(whole[len(sample.prompt_token_ids) - 1 : -1], sample.sampled)
+                    predicting = whole[: len(sample.prompt_token_ids)]
+                    own = whole[len(predicting) :]
                 else:
                     own = self._add(sample.token_ids, prompt)
                     self._take_others(sample, own, len(prompt))
-                    rows += of_sampled([prompt[-1], *own[:-1]], sample.sampled)
+                    predicting = prompt
+                rows += predicting[len(predicting) - 1 - sample.num_prompt_rows : -1]
+                rows += of_sampled([predicting[-1], *own[:-1]], sample.sampled)
         return rows
 
     def _take_others(self, sample: Sample, indices: range, first: int) -> None:
@@ -325,7 +354,8 @@ def _first_targets(sample: Sample) -> Iterable[int]:
     """Return the first target of each row."""
     if sample.num_targets:
         return [targets[0] for targets in sample.targets if isinstance(targets, tuple)]
-    return sample.targets or of_sampled(sample.token_ids, sample.sampled)  # type: ignore[return-value]
+    of_prompt = sample.prompt_token_ids[len(sample.prompt_token_ids) - sample.num_prompt_rows :]
+    return sample.targets or of_prompt + of_sampled(sample.token_ids, sample.sampled)  # type: ignore[return-value]
 
 
 def _filled(sample: Sample, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -354,6 +384,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
     batches = []
     for layout in layouts:
         tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
+        distinct = Distinct(*islice(integers, 3)) if layout.has_distinct else None
         ids = next(integers).view(-1, layout.width) if layout.width else None
         sampled_logprobs_N, advantages_N, weights_N, thresholds_N, counts_N = islice(floats, 5)
         several = None if ids is None else Targets(ids, next(floats).view(-1, layout.width))
@@ -375,6 +406,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 experts_TX=None if layout.experts_TX is None else torch.from_numpy(layout.experts_TX).to(device),
                 images=None if layout.images is None else layout.images.packed(device),
                 several=several,
+                distinct=distinct,
             )
         )
     return batches

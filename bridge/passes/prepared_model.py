@@ -72,10 +72,14 @@ class PreparedModel:
         hidden_LH = self.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
         rows = None if self.slices is None else Rows(self.slices, batch)
         own = batch if rows is None else rows.own
-        hidden_NH = hidden_LH.index_select(0, own.rows_N)
+        chosen = own.rows_N if own.distinct is None else own.distinct.rows_M
+        targets = own.targets_N if own.distinct is None else own.distinct.targets_M
+        targets = targets if own.several is None else own.several.ids_NK
         words = None if self.parallel is None else self.parallel.head_words
-        targets = own.targets_N if own.several is None else own.several.ids_NK
+        hidden_NH = hidden_LH.index_select(0, chosen)
         computed = token_logprobs(hidden_NH, head_VH, bias_V, targets, transform, self.is_compiled, own.kept, words)
+        if own.distinct is not None:
+            computed = computed[0][own.distinct.of_rows_N], computed[1][own.distinct.of_rows_N]
         return computed if rows is None else rows.of_all(*computed)
 
     def own_hidden(

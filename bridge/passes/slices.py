@@ -129,6 +129,7 @@ class Rows:
             targets_N=batch.targets_N[own_M],
             kept=None if batch.kept is None else Kept(*(of_rows_N[own_M] for of_rows_N in batch.kept)),
             several=None if batch.several is None else batch.several.rows(own_M),
+            distinct=None,
         )
         """The pack with only the rows of this rank's slice, as indices in that slice."""
 

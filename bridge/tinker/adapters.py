@@ -1,16 +1,18 @@
 """Several clients' adapters on one base: vLLM serves snapshots of them beside the base, each under its own name.
 
-A snapshot is a folder that vLLM loads when it is first sampled, and again after it has evicted it; it never changes. A
-model whose newest weights are sampled (`inflight`) gets a snapshot at every step.
+A snapshot is a folder, written in the background, that vLLM loads when it is first sampled, and again after it has
+evicted it; it never changes. A model whose newest weights are sampled (`inflight`) gets a snapshot at every step.
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import uuid
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ PARTS = {"train_attn": True, "train_mlp": True}
 class Snapshot:
     """An adapter that vLLM may serve."""
 
-    folder: Path
+    saved: Future[Path]
+    """Its folder, once it has been written."""
     model_id: str
     """The model it was taken of. Unnamed snapshots are dropped when their model is freed."""
     is_named: bool
@@ -74,7 +77,7 @@ class Adapters(Trainer):
     def _try_server(self) -> None:
         """Load a snapshot into the server and unload it again. UsageError: the server does not accept adapters."""
         name = f"{PREFIX}try"
-        folder = self.policy.snapshot(name)
+        folder = self.policy.snapshot(name).result()
         try:
             self._client.load_adapter(name, folder)
             self._client.unload_adapter(name)
@@ -131,8 +134,8 @@ class Adapters(Trainer):
 
     def _add_snapshot(self, model: Model, *, is_live: bool) -> str:
         name = f"{PREFIX}{uuid.uuid4()}"
-        folder = self.policy.snapshot(name)
-        self._snapshots[name] = Snapshot(folder, model.id, is_named=False, is_live=is_live)
+        saved = self.policy.snapshot(name)
+        self._snapshots[name] = Snapshot(saved, model.id, is_named=False, is_live=is_live)
         return name
 
     # Sampling, in the event loop.
@@ -148,7 +151,10 @@ class Adapters(Trainer):
             raise Refusal(f"{path} has no adapter, but all weights: serve it by bridge serve-vllm --model {folder}")
         # the same path may be deleted and written again, and vLLM knows what it has loaded by name
         name = f"{PREFIX}{saved.run}/{saved.kind}/{saved.name}@{weights.stat().st_mtime_ns}"
-        self._snapshots.setdefault(name, Snapshot(folder, saved.run, is_named=True))
+        if name not in self._snapshots:
+            written = Future[Path]()
+            written.set_result(folder)
+            self._snapshots[name] = Snapshot(written, saved.run, is_named=True)
         return SamplingClient(path=path, snapshot=name)
 
     async def served_name(self, client: SamplingClient) -> str:
@@ -172,7 +178,8 @@ class Adapters(Trainer):
         try:
             async with self._loading[name]:
                 if not snapshot.is_loaded:
-                    await asyncio.to_thread(self._client.load_adapter, name, snapshot.folder)
+                    folder = await asyncio.wrap_future(snapshot.saved)
+                    await asyncio.to_thread(self._client.load_adapter, name, folder)
                     snapshot.is_loaded = True
         except BaseException:
             snapshot.num_sampling -= 1
@@ -220,7 +227,8 @@ class Adapters(Trainer):
                     await asyncio.to_thread(self._client.unload_adapter, name)
             except BridgeError as error:  # no request depends on it
                 logger.warning("vLLM does not unload %s: %s", name, error.message)
-            await asyncio.to_thread(shutil.rmtree, snapshot.folder, ignore_errors=True)
+            with contextlib.suppress(Exception):  # it was not written
+                await asyncio.to_thread(shutil.rmtree, await asyncio.wrap_future(snapshot.saved), ignore_errors=True)
 
     async def close(self) -> None:
         """Close the connection. Snapshots that vLLM has loaded are unloaded at the next start."""

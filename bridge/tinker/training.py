@@ -302,7 +302,7 @@ class Trainer(ABC):
         if not request.is_forward:
             model.tally.add(
                 computed.metrics,
-                num_tokens=sum(map(_num_counted, request.data)),
+                num_tokens=sum(int(_counted(datum).sum()) for datum in request.data),
                 num_known=sum(not math.isnan(value) for one in samples for value in one.sampled_logprobs),
             )
         logprobs = [
@@ -449,12 +449,11 @@ def _fault(datum: Datum, loss: str, needed: Sequence[str], longest: int | None) 
     return ""
 
 
-def _num_counted(datum: Datum) -> int:
-    """Return the number of positions that count for the loss."""
+def _counted(datum: Datum) -> NDArray[np.bool_]:
+    """Return which positions count for the loss."""
+    length = len(datum.tokens)
     weights = datum.inputs.get("advantages", datum.inputs.get("weights"))
-    return (
-        len(datum.tokens) if weights is None else int(np.count_nonzero(weights.reshape(len(datum.tokens), -1).any(1)))
-    )
+    return np.ones(length, dtype=bool) if weights is None else weights.reshape(length, -1).any(1)
 
 
 def _sampled_logprobs(datum: Datum) -> tuple[float, ...]:
@@ -469,6 +468,7 @@ def _sampled_logprobs(datum: Datum) -> tuple[float, ...]:
 def _sample(datum: Datum, *, has_several: bool) -> Sample:
     """Return a datum as passes take it: every position is a row, and its target is whatever the client says.
 
+    The tokens before the first one that counts are the prompt, which is computed once for all data that begin with it.
     The last token is there for its row alone; nothing attends to it.
     """
     length = len(datum.tokens)
@@ -479,12 +479,16 @@ def _sample(datum: Datum, *, has_several: bool) -> Sample:
         several = {"target_weights": tuple(map(tuple, weights.astype(float).tolist()))}
         targets = targets.reshape(length, -1)
     as_tuples = tuple(map(tuple, targets.tolist())) if has_several else tuple(targets.tolist())
+    counted = np.flatnonzero(_counted(datum))
+    last_of_prompt = int(counted[0]) if len(counted) else 0
+    tokens = (*datum.tokens, datum.tokens[-1])
     return Sample(
-        prompt_token_ids=datum.tokens[:1],
-        token_ids=(*datum.tokens[1:], datum.tokens[-1]),
+        prompt_token_ids=tokens[: last_of_prompt + 1],
+        token_ids=tokens[last_of_prompt + 1 :],
         sampled_logprobs=_sampled_logprobs(datum),
         advantages=(0.0,) * length,
         weight=1.0,
         targets=as_tuples,
+        num_prompt_rows=last_of_prompt,
         **several,
     )

@@ -73,6 +73,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "experts_TX": None,
         "images": None,
         "several": None,
+        "distinct": None,
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert len(batch.tokens_T) == 7
@@ -99,6 +100,7 @@ def test_shared_prompt_is_packed_once() -> None:
         "experts_TX": None,
         "images": None,
         "several": None,
+        "distinct": None,
     }
     assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11

@@ -184,6 +184,65 @@ def random_samples() -> list[Sample]:
     ]
 
 
+def with_prompt_rows() -> list[Sample]:
+    """Return samples whose rows begin inside the prompt, which three of them share, one with another target."""
+    chance = torch.Generator().manual_seed(2)
+    prompt = 11, 12, 13, 14, 15
+
+    def scored(prompt: tuple[int, ...], completion: list[int], num_rows: int, target: int | None = None) -> Sample:
+        length = num_rows + len(completion)
+        numbers = tuple(torch.randn(length, generator=chance).tolist())
+        targets = [*prompt[len(prompt) - num_rows :], *completion]
+        targets[0] = targets[0] if target is None else target
+        return Sample(
+            prompt_token_ids=prompt, token_ids=tuple(completion), sampled_logprobs=numbers, advantages=numbers,
+            weight=1.0, num_prompt_rows=num_rows, targets=tuple(targets) if target is not None else (),
+        )  # fmt: skip
+
+    return [
+        scored(prompt, [20, 21, 22], 4),
+        scored(prompt, [23, 24], 4),
+        scored(prompt, [25], 3, target=77),
+        scored((31, 32, 33), [34], 2),
+    ]
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_prompt_rows_equal_those_of_each_sample_alone(share_prompts: bool) -> None:
+    samples, exact, ours = with_prompt_rows(), model_of(torch.float64), model_of(torch.float32)
+    attention.choose(ours, attention.NAME)
+    (batch,) = pack(samples, share_prompts=share_prompts)
+    assert (batch.distinct is not None) == share_prompts
+    logprobs_N, entropies_N = PreparedModel(ours).logprobs(batch, 1.0)
+    assert len(logprobs_N) == len(entropies_N) == len(batch.advantages_N) == sum(one.num_trained for one in samples)
+    (logprobs_N * batch.advantages_N).sum().backward()
+    sizes = [samples[index].num_trained for index in batch.indices]
+    found = dict(zip(batch.indices, logprobs_N.detach().split(sizes), strict=True))
+    for index, one in enumerate(samples):
+        ids = [*one.prompt_token_ids, *one.token_ids]
+        first = len(one.prompt_token_ids) - 1 - one.num_prompt_rows
+        targets = torch.tensor(one.targets or ids[first + 1 :]).unsqueeze(1)
+        rows = exact(input_ids=torch.tensor([ids])).logits[0, first:-1]
+        expected_N = rows.log_softmax(-1).gather(1, targets).squeeze(1)
+        (expected_N * torch.tensor(one.advantages)).sum().backward()
+        torch.testing.assert_close(found[index], expected_N.float(), rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(ours.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        difference = (mine.grad.double() - theirs.grad).norm()
+        assert difference < 1e-4 * theirs.grad.norm().clamp(min=1e-2)
+
+
+def test_rows_of_a_shared_prompt_are_computed_once() -> None:
+    (batch,) = pack(with_prompt_rows(), share_prompts=True)
+    assert batch.distinct is not None
+    assert len(batch.rows_N) == 7 + 6 + 4 + 3
+    num_repeated = 4 + 2  # all prompt rows of the second sample, and those of the third that have the same targets
+    assert len(batch.distinct.rows_M) == len(batch.rows_N) - num_repeated
+    assert torch.equal(batch.distinct.rows_M[batch.distinct.of_rows_N], batch.rows_N)
+    assert torch.equal(batch.distinct.targets_M[batch.distinct.of_rows_N], batch.targets_N)
+
+
 def exact_terms(model: PreTrainedModel, one: Sample) -> Tensor:
     """Return the log-probabilities of a sample's targets, computed only by transformers: [N, K]."""
     ids = torch.tensor([[*one.prompt_token_ids, *one.token_ids]])

@@ -4,7 +4,10 @@ Not covered: what both kinds of weights have in common (`test_service.py`), what
 """
 
 import asyncio
+import errno
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -25,6 +28,7 @@ from bridge.tinker.adapters import Adapters
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Service
 from bridge.tinker.wire import Datum, PassRequest
+from bridge.weights.adapter import AdapterCopy
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
 from tests.unit.tinker import calls
@@ -116,9 +120,49 @@ def test_a_snapshot_has_the_weights_of_its_turn(service: Service) -> None:
         await client(service, model, 4)
         trainer = service.trainer
         assert isinstance(trainer, Adapters)
-        before, after = (load_file(kept.folder / "adapter_model.safetensors") for kept in trainer._snapshots.values())
+        folders = [kept.saved.result() for kept in trainer._snapshots.values()]
+        before, after = (load_file(folder / "adapter_model.safetensors") for folder in folders)
         assert all(not tensor.any() for name, tensor in before.items() if "lora_B" in name)
         assert all(tensor.any() for name, tensor in after.items() if "lora_B" in name)
+
+    run(scenario())
+
+
+def test_a_snapshot_is_written_while_others_train(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+    write = AdapterCopy.save
+
+    def later(copied: AdapterCopy, folder: Path) -> None:
+        assert may_write.wait(60)
+        write(copied, folder)
+
+    async def scenario() -> None:
+        one, two = await new_model(service), await new_model(service)
+        monkeypatch.setattr(AdapterCopy, "save", later)
+        sampler = await client(service, one, 1)
+        asked = asyncio.ensure_future(sample(service, sampler))
+        await step(service, two, 1)
+        await step(service, one, 2)
+        assert not asked.done()
+        may_write.set()
+        assert "tokens" in await asked
+
+    run(scenario())
+
+
+def test_a_snapshot_without_disk_space_is_said_when_sampled(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def scenario() -> None:
+        model = await new_model(service)
+        with monkeypatch.context() as patched:
+            patched.setattr(AdapterCopy, "save", full)
+            sampler = await client(service, model, 1)
+            error = (await sample(service, sampler))["error"]
+        assert "cannot write" in error
+        assert "No space left on device" in error
+        assert "tokens" in await sample(service, await client(service, model, 2))
 
     run(scenario())
 
@@ -141,7 +185,7 @@ def test_old_snapshots_are_dropped_and_named_ones_stay(
         assert "this snapshot is gone: 2 newer ones" in outcomes[0]["error"]
         assert "tokens" in await sample(service, named)
         assert len(loaded(server)) == 4
-        scratch = [kept.folder for kept in service.trainer._snapshots.values()]  # type: ignore[attr-defined]
+        scratch = [kept.saved.result() for kept in service.trainer._snapshots.values()]  # type: ignore[attr-defined]
         assert all(folder.is_dir() for folder in scratch)
 
     run(scenario())

@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
 import bridge
 from bridge.core.http_limits import Refusal
 from bridge.errors import UsageError
+from bridge.passes.packing import MicroBatch
+from bridge.passes.prepared_model import PreparedModel
 from bridge.tinker import api
 from bridge.tinker import service as module
 from bridge.tinker.all_weights import AllWeights
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Service
+from bridge.tinker.wire import Datum, PassRequest
 from tests.unit import patched_server
 from tests.unit.tinker import calls
 from tests.unit.tinker.calls import STEP, done, new_model, request, run, sampling, step
@@ -125,6 +129,43 @@ def test_a_forward_pass_adds_no_gradient(service: Service) -> None:
         found = await done(service, service.passes(request(model, 1, is_forward=True)))
         assert len(found["logprobs"][0]) == 3
         assert "no gradients" in (await done(service, service.step({**STEP, "model_id": model, "seq_id": 2})))["error"]
+
+    run(scenario())
+
+
+def test_data_with_the_same_prompt_compute_it_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = 11, 12, 13, 14, 15
+    sizes = list[int]()
+    logprobs = PreparedModel.logprobs
+
+    def counted(prepared: PreparedModel, batch: MicroBatch, temperature: float) -> Any:
+        sizes.append(len(batch.tokens_T))
+        return logprobs(prepared, batch, temperature)
+
+    def datum(*completion: int, first: int | None = None) -> Datum:
+        ids = *prompt, *completion
+        targets = np.array(ids[1:])
+        targets[0] = targets[0] if first is None else first
+        weights = np.array([0.0] * (len(prompt) - 1) + [1.0] * len(completion), np.float32)
+        return Datum(ids[:-1], {"target_tokens": targets, "weights": weights})
+
+    async def scenario() -> None:
+        model = await new_model(service)
+        data = [datum(20, 21, 22), datum(23, 24), datum(25, first=99)]
+
+        async def passed(number: int, chosen: list[Datum]) -> Any:
+            whole = PassRequest(model, number, "cross_entropy", {}, chosen, is_forward=True)
+            return await done(service, service.passes(whole))
+
+        monkeypatch.setattr(PreparedModel, "logprobs", counted)
+        together = await passed(1, data)
+        assert sizes[-1] == len(prompt) + 3 + 2 + 1
+        alone = [await passed(2 + number, [one]) for number, one in enumerate(data)]
+        for found, own, one in zip(together["logprobs"], alone, data, strict=True):
+            assert len(found) == len(one.tokens)
+            np.testing.assert_allclose(found, own["logprobs"][0], atol=2e-2)  # bf16, in packs of other sizes
+        expected = sum(own["metrics"]["loss:sum"] for own in alone)
+        assert together["metrics"]["loss:sum"] == pytest.approx(expected, rel=1e-2)
 
     run(scenario())
 
