@@ -79,6 +79,13 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
     with foreign_code(f"environment {name}: describing its tools {', '.join(tools)}", source_file(type(environment))):
         schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
         hints = {tool: get_type_hints(getattr(environment, tool)) for tool in tools}
+        for schema, of_tool in zip(schemas, hints.values(), strict=True):
+            properties = schema["function"]["parameters"]["properties"]
+            for argument, of_argument in properties.items():
+                if any(_typed_dicts(of_tool[argument])):
+                    properties[argument] = {
+                        **_schema(of_tool[argument]), "description": of_argument["description"],
+                    }  # fmt: skip
     for tool in tools:
         method = getattr(environment, tool)
         if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
@@ -91,6 +98,56 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
             if argument != "return" and (unknown := next(_classes(hint), None)):
                 _refuse_class(name, tool, argument, unknown)
     return schemas
+
+
+def _schema(hint: Any, within: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Return the JSON schema of a type hint with the keys of each TypedDict, which transformers leaves out.
+
+    `within` are the TypedDicts that contain the hint; one that contains itself is described once.
+    """
+    if is_typeddict(hint) and hint not in within:
+        keys = get_type_hints(hint)
+        schema: dict[str, Any] = {
+            "type": "object", "properties": {key: _schema(inner, (*within, hint)) for key, inner in keys.items()},
+        }  # fmt: skip
+        required = [key for key in keys if key in hint.__required_keys__]
+        return {**schema, "required": required} if required else schema
+    if not any(_typed_dicts(hint)) or is_typeddict(hint):
+        return _schema_without_keys(hint)
+    inner_hints = get_args(hint)
+    if get_origin(hint) is list:
+        return {"type": "array", "items": _schema(inner_hints[0], within)}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "prefixItems": [_schema(inner, within) for inner in inner_hints]}
+    if get_origin(hint) is dict:
+        return {"type": "object", "additionalProperties": _schema(inner_hints[1], within)}
+    choices = [_schema(inner, within) for inner in inner_hints if inner is not type(None)]  # of a union
+    schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
+    return {**schema, "nullable": True} if type(None) in inner_hints else schema
+
+
+def _schema_without_keys(hint: Any) -> dict[str, Any]:
+    """Return what transformers makes of a type hint."""
+    from transformers.utils import get_json_schema  # as above
+
+    def tool(argument: Any) -> None:
+        """Do nothing.
+
+        Args:
+            argument: Anything.
+        """
+
+    tool.__annotations__ = {"argument": hint}
+    schema: dict[str, Any] = get_json_schema(tool)["function"]["parameters"]["properties"]["argument"]
+    return {key: value for key, value in schema.items() if key != "description"}
+
+
+def _typed_dicts(hint: Any) -> Iterator[Any]:
+    """Yield the TypedDicts in a type hint, without those inside other TypedDicts."""
+    if is_typeddict(hint):
+        yield hint
+    for inner in get_args(hint) if get_origin(hint) is not Literal else ():
+        yield from _typed_dicts(inner)
 
 
 def _refuse_unnamed(name: str, tool: str, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -116,14 +173,17 @@ def _refuse_class(name: str, tool: str, argument: str, kind: type) -> NoReturn:
     )
 
 
-def _classes(hint: Any) -> Iterator[type]:
-    """Yield the classes in a type hint that parsed JSON cannot be an instance of."""
+def _classes(hint: Any, within: tuple[Any, ...] = ()) -> Iterator[type]:
+    """Yield the classes in a type hint that parsed JSON cannot be an instance of; `within` as for `_schema`."""
     if get_origin(hint) is Literal:
         return
     if get_origin(hint) is not None:
         for inner in get_args(hint):
-            yield from _classes(inner)
-    elif isinstance(hint, type) and hint not in OF_JSON and not is_typeddict(hint) and not isinstance({}, hint):
+            yield from _classes(inner, within)
+    elif is_typeddict(hint):
+        for inner in get_type_hints(hint).values() if hint not in within else ():
+            yield from _classes(inner, (*within, hint))
+    elif isinstance(hint, type) and hint not in OF_JSON and not isinstance({}, hint):
         yield hint
 
 

@@ -119,7 +119,25 @@ class Point:
     x: int
 class Row(typing.TypedDict):
     x: int
+class Tree(typing.TypedDict):
+    value: typing.Required[typing.Literal["a", "b"]]
+    label: typing.NotRequired[str | None]
+    rows: list[Row]
+    parts: "list[Tree]"
+class Odd(typing.TypedDict, total=False):
+    at: Point
 """
+ROW = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+TREE = {
+    "type": "object",
+    "properties": {
+        "value": {"type": "string", "enum": ["a", "b"]},
+        "label": {"type": "string", "nullable": True},
+        "rows": {"type": "array", "items": ROW},
+        "parts": {"type": "array", "items": {"type": "object"}},
+    },
+    "required": ["value", "rows", "parts"],
+}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +146,7 @@ class Row(typing.TypedDict):
         ("Mode", "Mode", "Literal['fast', 'slow']"),
         ("Mode | None", "Mode", "Literal['fast', 'slow']"),
         ("list[Mode]", "Mode", "Literal['fast', 'slow']"),
+        ("list[Odd]", "Point", "such as str, as its type hint, and convert it to a Point in add"),
         ("dict[str, Point]", "Point", "such as str, as its type hint, and convert it to a Point in add"),
         ("datetime.date", "date", "such as str, as its type hint, and convert it to a date in add"),
         ("pathlib.Path", "Path", "such as str,"),
@@ -165,6 +184,25 @@ def test_tool_argument_without_a_name_is_refused(load: Load, signature: str, wha
 def test_type_hint_with_a_json_type_is_accepted(load: Load, hint: str) -> None:
     (schema,) = load(HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")).schemas
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        ("Row", ROW),
+        ("Tree", TREE),
+        ("list[Row]", {"type": "array", "items": ROW}),
+        ("typing.Optional[Row]", {**ROW, "nullable": True}),
+        ("Row | str | None", {"anyOf": [ROW, {"type": "string"}], "nullable": True}),
+        ("dict[str, list[Row]]", {"type": "object", "additionalProperties": {"type": "array", "items": ROW}}),
+        ("tuple[int, Row]", {"type": "array", "prefixItems": [{"type": "integer"}, ROW]}),
+    ],
+)
+def test_keys_of_a_typed_dict_are_in_the_schema(load: Load, hint: str, schema: dict[str, Any]) -> None:
+    (tool,) = load(HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")).schemas
+    argument = dict(tool["function"]["parameters"]["properties"]["a"])
+    assert argument.pop("description")
+    assert argument == schema
 
 
 @pytest.fixture(scope="module")
