@@ -394,10 +394,16 @@ def figures(value: Any, hidden: str = "", name: str = "") -> dict[str, Any]:
         return {key: [row.get(key) for row in rows] for key in sorted({key for row in rows for key in row})}
     if isinstance(value, int | float) and NOT_REPEATABLE.search(name):
         return {name: "zero" if value == 0 else "not zero"}
-    if isinstance(value, str):
-        value = value.replace(hidden, "") if hidden else value
-        return {name: hashlib.sha256(value.encode()).hexdigest() if len(value) > LONG else value}
+    value = _without(hidden, value) if hidden else value
+    if isinstance(value, str) and len(value) > LONG:
+        value = hashlib.sha256(value.encode()).hexdigest()
     return {name: value}
+
+
+def _without(path: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without(path, item) for item in value]
+    return value.replace(path, "") if isinstance(value, str) else value
 
 
 def checkpoint(folder: Path, hidden: str) -> dict[str, Any]:

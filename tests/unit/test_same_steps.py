@@ -80,7 +80,11 @@ def test_tensors_are_compared_by_name_not_by_file(tmp_path: Path) -> None:
     (saved / "step_1" / "optimizer").mkdir(parents=True)
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
-    groups = [{"step": 1, "completions": [{"text": text, "reward": 1.0} for text in pair]} for pair in ("ab", "cd")]
+    problem = {"images": [f"{tmp_path}/blue.png"]}
+    groups = [
+        {"step": 1, "problem": problem, "completions": [{"text": text, "reward": 1.0} for text in pair]}
+        for pair in ("ab", "cd")
+    ]
     (run / "rollouts.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
     (run / "summary.json").write_text(json.dumps({"checkpoint": f"{saved}/step_1"}))
     save_file({"a": torch.zeros(2), "b": torch.ones(3)}, saved / "step_1" / "model.safetensors", {"format": "pt"})
@@ -88,6 +92,7 @@ def test_tensors_are_compared_by_name_not_by_file(tmp_path: Path) -> None:
     recording = same_steps.read(run, saved, hidden=str(tmp_path))
     assert recording["metrics of step 2"] == {"loss": 0.25}
     assert recording["rollouts of step 1"]["completions.text"] == [["a", "b"], ["c", "d"]]
+    assert recording["rollouts of step 1"]["problem.images"] == [["/blue.png"], ["/blue.png"]]
     assert recording["summary"] == {"checkpoint": "/saved/step_1"}
     assert list(recording["step_1"]) == ["a", "b", "optimizer/a.moment"]
 
