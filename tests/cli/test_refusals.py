@@ -325,13 +325,15 @@ def test_hosts_that_cannot_meet_are_refused(
     assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
 
 
-FIRST = """
-import sys
+EARLY = """
+import contextlib, io, json, sys
 from bridge_cli.main import answer
 
-code = answer(sys.argv[1:])
-heavy = {"torch", "transformers", "datasets"} & sys.modules.keys()
-sys.exit(f"{heavy} was imported first" if heavy else code)
+for line in sys.stdin:
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        code = answer(json.loads(line))
+    heavy = {"torch", "transformers", "datasets"} & sys.modules.keys()
+    print(json.dumps([code, printed.getvalue(), sorted(heavy)]))
 """
 AT_ONCE = {
     "model": ("--model", "./nomodel", "--environment", "arithmetic"),
@@ -343,29 +345,29 @@ AT_ONCE = {
 """What is missing -> flags that name it."""
 
 
-@pytest.mark.parametrize("command", ["run", "train"])
-@pytest.mark.parametrize("case", AT_ONCE)
-def test_missing_files_are_refused_before_slow_imports(tmp_path: Path, case: str, command: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def refused_early(folder: Path, commands: Sequence[Sequence[str]]) -> list[str]:
+    """Run commands that are refused before any slow import, in one new process, and return what they print."""
+    (folder / "config.json").write_text("{}")
+    lines = "\n".join(json.dumps(command) for command in commands)
     done = subprocess.run(
-        [sys.executable, "-c", FIRST, command, *AT_ONCE[case]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", EARLY], cwd=folder, input=lines, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr[:7]) == (2, "error: "), done.stderr
+    assert done.returncode == 0, done.stderr
+    errors = []
+    for command, line in zip(commands, done.stdout.splitlines(), strict=True):
+        code, error, heavy = json.loads(line)
+        assert (code, error[:7], heavy) == (UsageError.exit_code, "error: ", []), (command, error)
+        errors.append(error)
+    return errors
 
 
-def test_port_in_use_is_refused_before_slow_imports(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_missing_files_and_taken_ports_are_refused_before_slow_imports(tmp_path: Path) -> None:
+    missing = [[command, *flags] for command in ("run", "train") for flags in AT_ONCE.values()]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        arguments = ["run", "--model", ".", "--environment", "arithmetic", "--port", port]
-        done = subprocess.run(
-            [sys.executable, "-c", FIRST, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-    assert (done.returncode, done.stderr.split(" by ")[0]) == (2, f"error: port {port} is taken"), done.stderr
+        of_port = ["run", "--model", ".", "--environment", "arithmetic", "--port", port]
+        *_, error = refused_early(tmp_path, [*missing, of_port])
+    assert error.split(" by ")[0] == f"error: port {port} is taken"
 
 
 MODELS: tuple[tuple[int, str, str], ...] = (
@@ -537,13 +539,13 @@ def test_existing_folder_is_kept(bridge: Bridge, exported: Manifest) -> None:
 
 
 def test_process_exits_with_the_commands_exit_code(tmp_path: Path) -> None:
-    tiny.write_tokenizer(tmp_path / "m", tiny.VOCABULARY)
-    for code, flags in ((4, ["--vllm-config-path", "none.json"]), (2, ["--environment", "none"])):
-        argv = [sys.executable, "-c", "from bridge_cli.main import main; main()", "train", "--model-name", "m", *flags]
+    (tmp_path / "config.json").write_text(MODELS[0][1])
+    for code, words in ((4, ["serve-vllm", "--model", "."]), (2, ["train", "--model", ".", "--environment", "none"])):
+        argv = [sys.executable, "-c", "from bridge_cli.main import main; main()", *words]
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
         assert [line[:5] for line in done.stderr.splitlines()] == ["error", "", "hint:"]
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 TOY_VLLM = """
