@@ -150,11 +150,16 @@ def _forms(messages: Sequence[Message]) -> list[list[Message]]:
 def as_known(messages: Sequence[Message]) -> list[Message]:
     """Return the messages in the form that templates support: without null values, and with `developer` as `system`.
 
-    A Parquet file gives every message the keys of all messages, and templates only test whether a key exists. Call
-    arguments written as JSON text, as in OpenAI's API, become objects: a template would render the text, or reject it.
+    A Parquet file gives every message the keys of all messages, and templates only test whether a key exists. Calls and
+    arguments written as JSON text become objects: a template would render the text, or reject it. OpenAI's API writes
+    arguments so, and data sets write calls so if their arguments have different types.
     """
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
+    known = [
+        {**message, "tool_calls": _without_json_text(message["tool_calls"])} if "tool_calls" in message else message
+        for message in known
+    ]
     return _with_calls(known, call_arguments)
 
 
@@ -211,10 +216,24 @@ def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str,
 
 
 def objects(value: Any) -> list[Any]:
-    """Return a list of objects, parsed if it is JSON text; empty if `value` is anything else."""
-    parsed = _parsed(value)
+    """Return a list of objects, parsed if any of it is JSON text; empty if `value` is anything else."""
+    parsed = _without_json_text(value)
     is_list = isinstance(parsed, list) and all(isinstance(entry, Mapping) for entry in parsed)
     return [json_lines.without_nulls(entry) for entry in parsed] if is_list else []
+
+
+def _without_json_text(value: Any) -> Any:
+    """Return a list of tools, calls or documents, parsed if it, an entry or the function of an entry is JSON text."""
+    listed = _parsed(value)
+    if not isinstance(listed, list):
+        return value
+    entries = map(_parsed, listed)
+    return [
+        {**entry, "function": _parsed(entry["function"])}
+        if isinstance(entry, Mapping) and "function" in entry
+        else entry
+        for entry in entries
+    ]
 
 
 def _parsed(value: Any) -> Any:
@@ -342,7 +361,20 @@ def remarks(
         )
     if len(chats) < len(problems) and any(_appended_end(tokenizer)):
         yield "the tokenizer appends an end-of-sequence token to every text; prompts are sent without it"
+    if any(_is_json_of_chat(problem["prompt"]) for problem in problems):
+        yield (
+            "prompts are chat messages written as JSON text, which the model sees as text: write them as a list of"
+            " messages to apply its chat template"
+        )
     yield from _columns(source if chats else "", problems, template, read)
+
+
+def _is_json_of_chat(prompt: Any) -> bool:
+    """Return whether a prompt is the JSON of chat messages, as text."""
+    written = _parsed(prompt) if isinstance(prompt, str) and prompt.lstrip().startswith("[") else None
+    if not isinstance(written, list) or not written:
+        return False
+    return all(isinstance(message, dict) and "role" in message for message in written)
 
 
 def _of_chat(problem: Problem) -> list[Any]:

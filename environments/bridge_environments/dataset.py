@@ -2,7 +2,8 @@ r"""Read problems from local JSONL, JSON and Parquet files, from folders of thes
 
 The same rows give the same problems in every file format. A file is always opened by its exact name: no character of a
 path acts as a pattern, and nothing is cached. Null values in chat messages, tool calls and tool schemas are dropped,
-because Parquet gives every message the keys of all messages.
+because Parquet gives every message the keys of all messages. Values of Arrow's type JSON are parsed: the library
+datasets writes messages, calls and tools so whose values have different types.
 
 The format GSM8K has grade-school word problems: a question, and a worked answer that ends in `#### 42`. The 162
 problems in `problems/` were written for this project, so that everything can be tried offline. They include nothing
@@ -208,7 +209,36 @@ def _parquet(path: Path) -> list[Any]:
         rows: list[Any] = table.to_pylist()
     except Exception:  # noqa: BLE001  a value that Python cannot hold, such as text that is not UTF-8
         rows = [_only_row(table.slice(index, 1)) for index in range(table.num_rows)]
-    return rows
+    types = {field.name: field.type for field in table.schema if "arrow.json" in str(field.type)}
+    return [_with_parsed_json(row, types) for row in rows] if types else rows
+
+
+def _with_parsed_json(row: Any, types: Mapping[str, Any]) -> Any:
+    """Return a row with the JSON in its columns parsed, given their Arrow types; a BadRowError stays one."""
+    if isinstance(row, BadRowError):
+        return row
+    parsed = {}
+    for name, kind in types.items():
+        try:
+            parsed[name] = _parsed(row[name], kind)
+        except ValueError as error:
+            return BadRowError(f"has the column {name!r} of type JSON, which is not JSON{reason_of(error)}")
+    return {**row, **parsed}
+
+
+def _parsed(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with all JSON in it parsed; ValueError if it is not JSON."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if "arrow.json" in str(kind) and not types.is_nested(kind):
+        return json_lines.parsed(value)
+    if types.is_struct(kind):
+        return {field.name: _parsed(value[field.name], field.type) for field in kind}
+    if types.is_map(kind):
+        return [(key, _parsed(item, kind.item_type)) for key, item in value]
+    return [_parsed(item, kind.value_type) for item in value] if types.is_nested(kind) else value
 
 
 def _in_double_precision(table: Any) -> Any:

@@ -96,6 +96,30 @@ def test_null_keys_are_dropped_from_data_set_messages(monkeypatch: pytest.Monkey
     assert rows_of(Path("someone/else")) == CHAT
 
 
+@pytest.mark.parametrize("mixed", ["tools", "tool calls", "messages"])
+def test_parquet_columns_of_type_json_are_parsed(tmp_path: Path, mixed: str) -> None:
+    """The library datasets writes them where values of a key have different types; checked against the JSONL file."""
+    rows = json.loads(json.dumps(CHAT))
+    values = {"tools": ["a", 1], "tool calls": {"x": "one"}, "messages": {"x": "one", "y": [1, "a"]}}[mixed]
+    if mixed == "tools":
+        rows[0]["tools"][0]["function"]["parameters"]["properties"]["x"]["enum"] = values
+    else:
+        rows[2]["prompt"][1]["tool_calls"].append({"type": "function", "function": {"name": "g", "arguments": values}})
+    write_jsonl(tmp_path / "d.jsonl", rows)
+    made = datasets.load_dataset("json", data_files=str(tmp_path / "d.jsonl"), split="train", cache_dir=str(tmp_path))
+    made.to_parquet(tmp_path / "d.parquet")
+    assert "arrow.json" in str(parquet.ParquetFile(tmp_path / "d.parquet").schema_arrow)
+    assert rows_of(tmp_path / "d.parquet") == rows_of(tmp_path / "d.jsonl") == rows
+
+
+def test_invalid_json_in_a_parquet_column_is_named(tmp_path: Path) -> None:
+    texts = pa.array(['{"a": 1}', "{", None])
+    nested = pa.StructArray.from_arrays([pa.ExtensionArray.from_storage(pa.json_(), texts)], names=["inner"])
+    parquet.write_table(pa.table({"prompt": ["p"] * 3, "more": nested}), tmp_path / "d.parquet")
+    message = refusal(tmp_path / "d.parquet").message
+    assert "1 of 3 rows are bad: row 2 has the column 'more' of type JSON, which is not JSON: " in message
+
+
 def test_null_values_outside_messages_are_kept(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "level": None, "names": {"de": None}}, {"prompt": "q", "level": 1, "names": {"de": "x"}}]
     for suffix, write in WRITERS.items():
