@@ -31,7 +31,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update, Window
 from bridge.server.manifest import LoraSlot, Manifest
 from bridge.server.protocol import ADAPTER
-from bridge.weights import loaded, model_files
+from bridge.weights import loaded, model_files, skeleton
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, open_handles, reattach
 
@@ -51,8 +51,8 @@ class _LoraMode(Mode):
         """Add a new adapter to the base, and return the model with only the adapter trainable."""
         config = self._config
         self._adapter = Adapter(
-            base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=base.cuts,
-            tp_group=self._run.ranks.tp_group,
+            base.model, config.lora, seed=config.seed, base_name=skeleton.absolute(config.model_name),
+            cuts=base.cuts, tp_group=self._run.ranks.tp_group,
         )  # fmt: skip
         return replace(
             base, lr_factors=self._adapter.lr_factors(), cuts=self._adapter.cuts, adapter=self._adapter

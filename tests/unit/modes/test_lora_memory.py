@@ -3,12 +3,14 @@
 Not covered: the adapter itself (`tests/unit/weights/test_adapter.py`).
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -274,6 +276,15 @@ def test_model_that_is_not_served_is_refused(world: World, handover: str) -> Non
     with pytest.raises(ManifestError, match=f"the server serves {exported.model}"):
         world.made(handover, model_name=str(world.folder / "other"))
     assert world.server.calls == []
+
+
+@HANDOVERS
+def test_saved_adapter_names_its_base_by_an_absolute_path(world: World, handover: str) -> None:
+    exported = world.export()
+    running = world.opened(handover, model_name=os.path.relpath(exported.model))
+    (world.folder / "saved").mkdir()
+    running.mode.save(world.folder / "saved")
+    assert peft.LoraConfig.from_pretrained(str(world.folder / "saved")).base_model_name_or_path == exported.model
 
 
 @HANDOVERS
