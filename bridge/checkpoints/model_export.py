@@ -3,30 +3,37 @@
 Not covered: uploading the folder (`bridge/core/hub.py`).
 """
 
+import dataclasses
 import difflib
 import math
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import peft
 import torch
+from accelerate import init_empty_weights
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-from transformers import AutoConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checkpoints import checkpoint
 from bridge.core import atomic_folder, folder_mark, json_lines
 from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError
-from bridge.weights import loaded, model_files, model_folder
+from bridge.weights import loaded, model_files, model_folder, skeleton
 from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, headers, refuse_misfits
 
 BASE_KEY = "base_model_name_or_path"
+WHOLE = "base_model.model."
+"""What PEFT writes in front of the names of a model's modules."""
 NAME_BASE = "name the base model that it was trained on: --model BASE"
 OLDER_WEIGHTS = "adapter_model.bin"
 WARN_ABOVE = 0.1
@@ -65,6 +72,8 @@ class Exported:
     """How to use the adapter without merging it, which avoids the rounding."""
     missing: Sequence[str] = ()
     """Files of the source that could not be copied."""
+    tokens_beyond: str = ""
+    """A sentence about the tokenizer's tokens for which the merged model has no embedding; empty if there are none."""
 
 
 def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDtype | None = None) -> Exported:
@@ -85,13 +94,17 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
         rounding = None
         missing = list[str]()
         as_adapter = ""
+        beyond = ""
         if is_adapter:
             as_adapter = _serve(source, _settings(source))
             base = base or _base_of(source)
-            if not (model_files.found(source).has_tokenizer or model_files.found(base).has_tokenizer):
-                model_files.source_files(base)
+            if not model_files.found(source).has_tokenizer:
+                _check_tokenizer(base, source)
             model, rounding = _merged(source, base, dtype)
             missing = model_folder.save(model, base, scratch, tokenizer=source)
+            with suppress(UsageError):  # a tokenizer that only its own code can load
+                tokenizer = skeleton.tokenizer(str(scratch))
+                beyond = skeleton.tokens_beyond(tokenizer, len(model.get_input_embeddings().weight))
         else:
             model_folder.copy(source, scratch)
         folder_mark.put(scratch, "export", names=[path.relative_to(scratch).as_posix() for path in scratch.rglob("*")])
@@ -101,7 +114,21 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
         is_base=is_adapter and rounding is None and _has_only_lora(source),
         as_adapter=as_adapter,
         missing=missing,
+        tokens_beyond=beyond,
     )
+
+
+def _check_tokenizer(base: str, source: Path) -> None:
+    """Raise UsageError if `base`, the base model of the adapter in `source`, is not there or has no tokenizer."""
+    files = model_files.found(base)
+    if files.folder is None:
+        raise UsageError(
+            f"the adapter {source} was trained on {base}, but there is no such folder in {Path.cwd()}, and no such"
+            " model on the hub or in its cache",
+            hint=NAME_BASE,
+        )
+    if not files.has_tokenizer:
+        model_files.source_files(base)
 
 
 def holds_adapter(source: Path, *, base: str | None, dtype: ExportDtype | None = None) -> bool:
@@ -163,11 +190,19 @@ def _settings(source: Path) -> Any:
         UsageError: the settings cannot be read, or the adapter cannot be merged completely.
     """
     try:
-        settings: Any = PeftConfig.from_pretrained(str(source))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT warns of settings that it does not know, which are checked below
+            settings: Any = PeftConfig.from_pretrained(str(source))
     except Exception as error:
         raise UsageError(
             f"{source / ADAPTER_CONFIG} cannot be read: {_shortened(error)}", hint="name a complete adapter"
         ) from error
+    if unknown := _unknown_settings(source, settings):
+        raise UsageError(
+            f"{source / ADAPTER_CONFIG} has {', '.join(unknown)}, which PEFT {peft.__version__} does not know and would"
+            " leave out: the merged weights might be others than those that were trained",
+            hint="pip install -U peft, or remove the settings there that do not change the weights",
+        )
     kind = str(getattr(settings.peft_type, "value", settings.peft_type))
     why = ""
     if settings.is_prompt_learning or settings.is_adaption_prompt:
@@ -187,6 +222,13 @@ def _settings(source: Path) -> Any:
             )
         raise UsageError(f"{source} has no {ADAPTER_WEIGHTS}", hint="name a complete adapter")
     return settings
+
+
+def _unknown_settings(source: Path, settings: Any) -> list[str]:
+    """Return the settings of an adapter that are made but that the installed PEFT does not have."""
+    known = {field.name for field in dataclasses.fields(settings)}
+    written: dict[str, Any] = json_lines.parsed((source / ADAPTER_CONFIG).read_text())
+    return [f"{name}={value!r}" for name, value in written.items() if name not in known and value]
 
 
 def _serve(source: Path, settings: Any) -> str:
@@ -218,14 +260,17 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
         model = loaded.from_pretrained(base, dtype or "auto")
     except UsageError as error:
         raise UsageError(f"{error.message} (the base of {source})", hint=NAME_BASE) from error
+    _resize_embeddings(source, base, model)
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    part = _adapted_part(source, model)
     try:
-        adapted: Any = PeftModel.from_pretrained(model, str(source))
+        adapted: Any = PeftModel.from_pretrained(part, str(source))
     except Exception as error:
         raise UsageError(f"the adapter {source} does not fit {base}: {_shortened(error)}", hint=NAME_BASE) from error
     settings = adapted.peft_config[adapted.active_adapter]
-    _refuse_other_weights(source, adapted, model)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
+    _refuse_other_weights(source, adapted, part)
+    ends = (part.get_input_embeddings(), part.get_output_embeddings())
+    if is_tied and any(isinstance(end, BaseTunerLayer) for end in ends):
         raise UsageError(
             f"the adapter {source} changes the head or the embedding of {base}, which share one tensor: merging it"
             " would change both",
@@ -241,13 +286,69 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns that layers are already merged
             rounding = _merge_layers(adapted)
-            merged: PreTrainedModel = adapted.merge_and_unload()
+            adapted.merge_and_unload()
     except Exception as error:
         raise UsageError(
             f"the adapter {source}, a {settings.peft_type}, cannot be merged into {base}: {_shortened(error)}",
             hint=_serve(source, settings),
         ) from error
-    return merged, rounding
+    model.set_output_embeddings(part.get_output_embeddings())
+    return model, rounding
+
+
+def _adapted_part(source: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that an adapter was trained on: `model`, or its language model as a model of its own.
+
+    Trainers load a model with images as its language model alone if they train on text. The adapter's modules then
+    lack the prefix that they have in the whole model. Both models share all modules.
+    """
+    leaves = {name for name, module in model.named_modules() if not any(module.children())}
+    paths_of_tensors = [_prefixes(name) for name in headers(source / ADAPTER_WEIGHTS)]
+    if model.config.get_text_config() is model.config or any(leaves.intersection(names) for names in paths_of_tensors):
+        return model
+    try:
+        with init_empty_weights():
+            alone: PreTrainedModel = AutoModelForCausalLM.from_config(model.config.get_text_config())
+    except ValueError:  # this family has no language model of its own
+        return model
+    setattr(alone, alone.base_model_prefix, model.get_decoder())
+    alone.set_output_embeddings(model.get_output_embeddings())
+    return alone
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """Yield the names of modules that may hold a tensor of an adapter."""
+    names = key.removeprefix(WHOLE).split(".")
+    return (".".join(names[:end]) for end in range(1, len(names)))
+
+
+def _resize_embeddings(source: Path, base: str, model: PreTrainedModel) -> None:
+    """Give the model as many embeddings as the adapter was trained with, if the adapter holds all of their rows.
+
+    Raises:
+        UsageError: the rows of the embedding or of the head are missing.
+    """
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    names = {name: module for name, module in model.named_modules() if module in ends.values()}
+    num_before, width = ends["embedding"].weight.shape
+    rows = dict[nn.Module, int]()
+    for key, stored in headers(source / ADAPTER_WEIGHTS).items():
+        is_whole = key.endswith(".weight") and ".lora_" not in key and stored.shape[1:] == (width,)
+        for name, module in names.items():
+            if is_whole and key.startswith(f"{WHOLE}{name}."):
+                rows[module] = stored.shape[0]
+    num_rows = next((count for count in rows.values() if count != num_before), num_before)
+    if num_rows == num_before:
+        return
+    is_tied = ends["embedding"].weight is ends["head"].weight
+    lacking = [which for which, module in ends.items() if rows.get(module) != num_rows and not is_tied]
+    if lacking:
+        raise UsageError(
+            f"the adapter {source} was trained with {num_rows:,} embeddings, but {base} has {num_before:,}, and the"
+            f" adapter lacks the rows of the {lacking[0]}",
+            hint="save the base as it was resized before training, and name it: --model BASE",
+        )
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
 
 
 def _refuse_quantized(base: str) -> None:
@@ -266,7 +367,8 @@ def _refuse_quantized(base: str) -> None:
 def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) -> None:
     """Refuse an adapter with tensors that do not fit the model: PEFT would drop them silently.
 
-    With an adapter on the embedding or the head, PEFT also saves and loads the full base tensor, which is accepted.
+    With an adapter on the embedding or the head, PEFT also saves and loads the full base tensor, which is accepted. If
+    the embedding was resized, PEFT saves some of its own tensors there twice, the second time by their inner names.
     """
     held = {name: torch.empty(part.shape, device="meta") for name, part in headers(source / ADAPTER_WEIGHTS).items()}
     settings = adapted.peft_config[adapted.active_adapter]
@@ -275,6 +377,7 @@ def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) ->
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     whole = {name: tuple(tensor.shape) for name, tensor in adapted.state_dict().items()}
+    whole |= {name.replace(f".{adapted.active_adapter}", ""): shape for name, shape in whole.items()}
     taken = {name for name in shapes.keys() - expected.keys() if whole.get(name) == shapes[name]}
     shapes = {name: shape for name, shape in shapes.items() if name not in taken}
     refuse_misfits(f"the adapter {source}", shapes, expected)

@@ -64,17 +64,7 @@ class Vocabulary:
 
     def beyond(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return a sentence about the tokens without an embedding; empty if all tokens have one."""
-        if self.num_embeddings is None:
-            return ""
-        ids = sorted((token_id, text) for text, token_id in tokenizer.get_vocab().items())
-        without = [(token_id, text) for token_id, text in ids if token_id >= self.num_embeddings]
-        if not without:
-            return ""
-        token_id, text = without[0]
-        return (
-            f"{len(without):,} tokens of the tokenizer are beyond the model's {self.num_embeddings:,} embeddings, the"
-            f" first: {described(text)} ({token_id})"
-        )
+        return skeleton.tokens_beyond(tokenizer, self.num_embeddings)
 
     def check_stop(self, texts: Sequence[str]) -> None:
         """Raise UsageError if a stop string mixes a special token with other text: it can never match."""

@@ -7,7 +7,7 @@ import time
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from bridge.core import host_memory, paths
 from bridge.core.paths import ADAPTER_CONFIG
@@ -118,16 +118,17 @@ def _no_room(model: str, device: torch.device, needed: int, free: int, hint: str
 
 
 def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load all weights of `model` into host memory; `auto` keeps the model's dtype."""
+    """Load all weights of `model`, also those around its language model, into host memory; `auto` keeps its dtype."""
     if paths.is_file(paths.expanded(model) / ADAPTER_CONFIG):
         error = beside_adapter(ADAPTER_CONFIG)
         raise UnsupportedModelError(f"{model}: {error.message}", hint=error.hint)
     loaded: PreTrainedModel
     try:
+        config = skeleton.configuration(model)
         with no_progress_bar():
-            loaded, report = AutoModelForCausalLM.from_pretrained(
-                model, config=skeleton.configuration(model), dtype=dtype, output_loading_info=True,
-                trust_remote_code=False, ignore_mismatched_sizes=True,
+            loaded, report = skeleton.auto_class(config).from_pretrained(
+                model, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False,
+                ignore_mismatched_sizes=True,
             )  # fmt: skip
     except torch.OutOfMemoryError:
         raise

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from bridge.core import paths
+from bridge.core.foreign_code import described
 from bridge.errors import UnsupportedModelError, UsageError, first_line
 from bridge.weights.layout import OTHER_MODES, Shape
 from bridge.weights.model_folder import state, stored_buffers
@@ -155,6 +156,21 @@ def num_embeddings(model: str) -> int | None:
     except (OSError, *MISBUILT):
         return None
     return size if isinstance(size, int) else None
+
+
+def tokens_beyond(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None) -> str:
+    """Return a sentence about the tokens without an embedding; empty if all have one, or if their number is unknown."""
+    if num_embeddings is None:
+        return ""
+    ids = sorted((token_id, text) for text, token_id in tokenizer.get_vocab().items())
+    without = [(token_id, text) for token_id, text in ids if token_id >= num_embeddings]
+    if not without:
+        return ""
+    token_id, text = without[0]
+    return (
+        f"{len(without):,} tokens of the tokenizer are beyond the model's {num_embeddings:,} embeddings, the first:"
+        f" {described(text)} ({token_id})"
+    )
 
 
 def absolute(model: str) -> str:

@@ -55,6 +55,10 @@ def export(
     console.note(f"exported {checkpoint} to {folder}")
     for line in exported.missing:
         console.note(f"warning: {folder} lacks {line}", style="yellow")
+    if exported.tokens_beyond:
+        console.note(
+            f"warning: {exported.tokens_beyond}; give the adapter's folder the tokenizer of its base", style="yellow"
+        )
     if rounding is not None:
         console.note(
             f"rounding to {rounding.dtype} changes what the adapter adds to the weights: relative error"

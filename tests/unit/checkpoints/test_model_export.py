@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, LlamaConfig
 
 from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import MARKER_NAME, Progress
@@ -21,7 +21,7 @@ from bridge.errors import UsageError
 from bridge.weights.adapter import Adapter
 from bridge_cli.main import answer
 from tests.models import tiny
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, INSIDE
 
 MODULE = "model.layers.0.self_attn.q_proj"
 RANK, ALPHA = 2, 4.0
@@ -215,11 +215,19 @@ def test_base_model_can_be_overridden(base: Path, tmp_path: Path) -> None:
     assert export(source, tmp_path / "out", base=str(base)).folder.is_dir()
 
 
-def saved_by_peft(folder: Path, settings: peft.PeftConfig, *, size: float = 0.15, **model: Any) -> tuple[Path, Path]:
-    """Write an untied base model, and an adapter that PEFT saved, with random weights of the given scale."""
+def saved_by_peft(
+    folder: Path, settings: peft.PeftConfig, *, size: float = 0.15, change: int = 0, **model: Any
+) -> tuple[Path, Path]:
+    """Write an untied base model, and an adapter that PEFT saved, with random weights of the given scale.
+
+    `change` is the number of embeddings that the base gets before training.
+    """
     base = tiny.write(LlamaConfig(**tiny.llama().to_dict() | {"tie_word_embeddings": False} | model), folder / "base")
     torch.manual_seed(1)
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), settings)
+    trained = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    if change:
+        trained.resize_token_embeddings(trained.config.vocab_size + change)
+    adapted = peft.get_peft_model(trained, settings)
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -265,6 +273,115 @@ def test_merged_model_computes_what_peft_computes(case: str, dtype: Any, tmp_pat
         assert exported.rounding is not None
         assert exported.rounding.relative_error < (1e-6 if dtype else 0.1)
         assert exported.rounding.cosine > 0.99
+
+
+@pytest.mark.parametrize("family", sorted(INSIDE))
+@pytest.mark.parametrize("trained", ["whole", "vision", "text alone"])
+def test_adapter_is_merged_into_a_model_with_vision(family: str, trained: str, tmp_path: Path) -> None:
+    """The files keep every tensor of the base, and only the adapted ones change."""
+    base = tiny.write(FAMILIES[family](), tmp_path / "base")
+    model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.bfloat16)
+    targets: Any = r".*language_model.*q_proj"
+    if trained == "vision":
+        named = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+        targets = [next(name for name in named if "vis" in name)]
+    elif trained == "text alone":
+        if family == "Qwen3-VL":
+            pytest.skip("transformers has no class for its language model alone")
+        language, head = model.get_decoder(), model.get_output_embeddings()
+        model = AutoModelForCausalLM.from_config(model.config.get_text_config(), dtype=torch.bfloat16)
+        model.model, model.lm_head = language, head
+        targets = ["q_proj"]
+    adapted = peft.get_peft_model(model, lora(target_modules=targets, lora_alpha=4))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.15)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    folder = export(tmp_path / "adapter", tmp_path / "out", base=str(base)).folder
+    before, after = (load_file(path / "model.safetensors") for path in (base, folder))
+    assert before.keys() == after.keys()
+    changes = {name: after[name].float() - before[name].float() for name in before if not equal(before, after, name)}
+    matrices = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    products = [
+        matrices[name.replace("lora_A", "lora_B")].float() @ a.float()
+        for name, a in matrices.items()
+        if "lora_A" in name
+    ]
+    assert len(changes) == len(products) > 0
+    assert all(any(close(change, product) for product in products) for change in changes.values())
+    architectures = [json.loads((path / "config.json").read_text())["architectures"] for path in (base, folder)]
+    assert architectures[0] == architectures[1]
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> bool:
+    return torch.equal(one[name], other[name])
+
+
+def close(change: Tensor, product: Tensor) -> bool:
+    return change.shape == product.shape and torch.allclose(change, product, atol=0.02)
+
+
+RESIZED: dict[str, dict[str, Any]] = {
+    "saved with the adapter": {},
+    "trained": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "embedding trained": {"modules_to_save": ["embed_tokens"]},
+    "some tokens trained": {"trainable_token_indices": {"embed_tokens": [5, 270]}},
+}
+
+
+@pytest.mark.parametrize("case", RESIZED)
+@pytest.mark.parametrize("change", [8, -20])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_adapter_of_a_resized_embedding_is_merged(case: str, change: int, is_tied: bool, tmp_path: Path) -> None:
+    base, source = saved_by_peft(tmp_path, lora(**RESIZED[case]), change=change, tie_word_embeddings=is_tied)
+    exported = export(source, tmp_path / "out", dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(exported.folder, dtype="auto")
+    assert merged.config.vocab_size == tiny.VOCABULARY + change
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    whole.resize_token_embeddings(tiny.VOCABULARY + change, mean_resizing=False)
+    expected = logprobs(peft.PeftModel.from_pretrained(whole, str(source)))
+    assert (logprobs(merged) - expected).abs().max() < 1e-4
+    assert bool(exported.tokens_beyond) == (change < 0), "the base's tokenizer has more tokens"
+
+
+@pytest.mark.parametrize(("module", "lacking"), [("embed_tokens", "head"), ("lm_head", "embedding")])
+def test_adapter_that_lacks_resized_rows_is_refused(module: str, lacking: str, tmp_path: Path) -> None:
+    _, source = saved_by_peft(tmp_path, lora(target_modules=["q_proj", module]), change=8)
+    words = f"was trained with 309 embeddings, but .* has 301, and the adapter lacks the rows of the {lacking}"
+    with pytest.raises(UsageError, match=words):
+        export(source, tmp_path / "out")
+
+
+def test_tokens_without_an_embedding_are_reported(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = adapter(tmp_path / "adapter", str(base))
+    tiny.write_tokenizer(source, tiny.VOCABULARY + 5)
+    assert answer(["export", str(source), "--out", str(tmp_path / "out")]) == 0
+    output = " ".join(capsys.readouterr().err.split())
+    assert "warning: 5 tokens of the tokenizer are beyond the model's 301 embeddings, the first: " in output
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(3.5, True), (True, True), (False, False), (None, False)])
+def test_setting_that_peft_does_not_know_is_refused(base: Path, tmp_path: Path, value: Any, is_refused: bool) -> None:
+    source = adapter(tmp_path / "adapter", str(base))
+    settings = json.loads((source / "adapter_config.json").read_text())
+    (source / "adapter_config.json").write_text(json.dumps(settings | {"scaling_of_tomorrow": value}))
+    if not is_refused:
+        assert export(source, tmp_path / "out").folder.is_dir()
+        return
+    with pytest.raises(UsageError, match=f"scaling_of_tomorrow={value}, which PEFT .* does not know and would"):
+        export(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("named", ["./base", "base", "some/where/else"])
+def test_absent_base_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    source = adapter(tmp_path / "adapter", named)
+    with pytest.raises(UsageError, match=f"was trained on {named}, but there is no such folder in ") as refused:
+        export(source, tmp_path / "out")
+    assert "--model BASE" in refused.value.hint
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_alpha": 0}, {"modules_to_save": ["lm_head"]}])
