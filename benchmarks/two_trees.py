@@ -2,11 +2,13 @@
 
     python -m benchmarks.two_trees ../before . --size 1.5b
     python -m benchmarks.two_trees . . --library
+    python -m benchmarks.two_trees . . --tinker --variant 'adamw --mode lora_only --lora-r 32'
 
 Both run `bridge run` on the same model and the same work as `grpo.py`, at the same time: while one takes a few steps,
 all processes of the other are stopped (SIGSTOP), so that changes of the host's load affect both equally. The first step
 of each turn is left out. The ratios are old / new: above 1, the new tree is faster. With `--library` the new side is a
-program that uses `import bridge` from the new tree (`_library.py`).
+program that uses `import bridge` from the new tree (`_library.py`), and with `--tinker` a server of Tinker's API and a
+client of it (`_tinker.py`), which needs the package `tinker`.
 
 Not covered: memory, and other trainers (`grpo.py`); whether both compute the same numbers (`same_steps.py`).
 """
@@ -27,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import _library, _results, _sides, _stamped
+from benchmarks import _library, _results, _sides, _stamped, _tinker
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
@@ -86,8 +88,9 @@ def main() -> None:
         try:
             for name, checkout in (("old", options.old), ("new", options.new)):
                 say(f"{name}: starting {checkout}")
-                if name == "new" and options.library:
-                    argv = _library.Program(model, work, shlex.split(options.variant)).argv
+                if name == "new" and (options.library or options.tinker):
+                    module = _tinker if options.tinker else _library
+                    argv = module.Program(model, work, shlex.split(options.variant)).argv
                 else:
                     argv = side.argv(work, model, Path(scratch, name), ENDLESS)
                 trees.append(_start(name, checkout.absolute(), argv, scratch))
@@ -114,6 +117,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("old", type=Path, help="checkout to compare with")
     parser.add_argument("new", type=Path, help="checkout to measure")
     parser.add_argument("--library", action="store_true", help="the new side is a program that uses `import bridge`")
+    parser.add_argument(
+        "--tinker", action="store_true", help="the new side is a client of Tinker's API on the new tree"
+    )
     parser.add_argument("--size", default="1.5b")
     parser.add_argument("--models", type=Path, help="folder for the model, which stays there for the next time")
     parser.add_argument("--variant", default=VARIANT, help="optimizer and flags of `bridge run`")

@@ -14,15 +14,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bridge.agents import chat_request, responses_api
 from bridge.core.http_limits import Refusal, limit_connections, read_body
+
+if TYPE_CHECKING:
+    import uvicorn
 
 KEPT_S = 60
 """Seconds after which an idle connection is closed."""
@@ -94,6 +96,8 @@ class Recorder:
 
     async def _started(self) -> int:
         if self._socket is None:
+            import uvicorn  # takes longer to import than everything else here, and most runs have no agent
+
             listener = socket.create_server(("127.0.0.1", 0))
             config = uvicorn.Config(
                 self._serve, interface="asgi3", lifespan="off", ws="none", http="h11",

@@ -228,7 +228,8 @@ class Adapters(Trainer):
             except BridgeError as error:  # no request depends on it
                 logger.warning("vLLM does not unload %s: %s", name, error.message)
             with contextlib.suppress(Exception):  # it was not written
-                await asyncio.to_thread(shutil.rmtree, await asyncio.wrap_future(snapshot.saved), ignore_errors=True)
+                folder = await asyncio.wrap_future(snapshot.saved)
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def close(self) -> None:
         """Close the connection. Snapshots that vLLM has loaded are unloaded at the next start."""

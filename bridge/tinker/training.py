@@ -453,7 +453,10 @@ def _counted(datum: Datum) -> NDArray[np.bool_]:
     """Return which positions count for the loss."""
     length = len(datum.tokens)
     weights = datum.inputs.get("advantages", datum.inputs.get("weights"))
-    return np.ones(length, dtype=bool) if weights is None else weights.reshape(length, -1).any(1)
+    if weights is None:
+        return np.ones(length, dtype=bool)
+    counted: NDArray[np.bool_] = np.any(weights.reshape(length, -1), axis=1)
+    return counted
 
 
 def _sampled_logprobs(datum: Datum) -> tuple[float, ...]:
