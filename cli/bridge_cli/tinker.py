@@ -38,6 +38,13 @@ ApiKey = Annotated[
 Optimizer = Annotated[
     str, option("--optimizer", "NAME", "AdamW's state: adamw, adamw-8bit or adamw-4bit (default: adamw).")
 ]
+MicroBatchTokens = Annotated[
+    int | None,
+    option(
+        "--micro-batch-tokens", "INTEGER",
+        "Tokens per forward and backward pass (default: as many as fit in free memory).", min=1,
+    ),
+]  # fmt: skip
 OWN = ("host", "port", "model", "vllm_config_path", "max_lora_rank")
 """Choices that mean the API's address, which server, or the adapters: vLLM's own are derived."""
 MOST_ADAPTERS = 4
@@ -55,6 +62,7 @@ def tinker(
     save_path: SavePath = Path("runs/tinker"),
     api_key: ApiKey = None,
     optimizer: Optimizer = "adamw",
+    micro_batch_tokens: MicroBatchTokens = None,
     vllm_flags: VllmFlags = None,
 ) -> None:
     """Answer the tinker client: its scripts train this model, on one copy of the weights.
@@ -75,7 +83,8 @@ def tinker(
     most = None if all_weights else max_adapters or MOST_ADAPTERS
     serving.check_key(config.host, api_key)
     wire.messages()  # before vLLM starts
-    with _policy(config, _optimizer(optimizer), vllm_flags or [], most) as policy:
+    sections = {"optimizer": _optimizer(optimizer), "compute": _compute(micro_batch_tokens)}
+    with _policy(config, sections, vllm_flags or [], most) as policy:
         name = base_model or policy.model_name
         trainer = serving.trainer_of(policy, save_path, base_name=name, most_adapters=most)
         keys = "the API key" if api_key else "any key that begins with tml-"
@@ -97,9 +106,15 @@ def _optimizer(name: str) -> Any:
     return OptimizerConfig(name=name)  # type: ignore[arg-type]
 
 
+def _compute(micro_batch_tokens: int | None) -> Any:
+    from bridge.config import ComputeConfig
+
+    return ComputeConfig(micro_batch_tokens=micro_batch_tokens)
+
+
 @contextlib.contextmanager
 def _policy(
-    config: ServeConfig, optimizer: Any, vllm_flags: list[str], most_adapters: int | None
+    config: ServeConfig, training: dict[str, Any], vllm_flags: list[str], most_adapters: int | None
 ) -> "Iterator[Policy]":
     """Attach to the server that the user named, or to one that is started for the block; None: all weights."""
     from bridge import library
@@ -108,7 +123,7 @@ def _policy(
     from bridge.weights import skeleton
 
     # a client may sample between a pass and its step: the KV cache keeps its memory
-    sections: dict[str, Any] = {"optimizer": optimizer, "publishing": PublishingConfig(kv_sleep="never")}
+    sections: dict[str, Any] = {**training, "publishing": PublishingConfig(kv_sleep="never")}
     own_flags = list[str]()
     if most_adapters is not None:
         rank = config.max_lora_rank or DEFAULT_RANK

@@ -1,0 +1,36 @@
+"""Flags of `bridge tinker` reach the policy that it attaches. Not covered: the API (`tests/unit/tinker`)."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bridge import library
+from bridge.errors import UsageError
+from bridge.tinker import wire
+from bridge_cli.tinker import tinker
+
+app = typer.Typer()
+app.command()(tinker)
+
+
+@pytest.fixture
+def attached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the choices of the attached policy, at which the command then ends."""
+    choices: dict[str, Any] = {}
+
+    def attach(_: Path, **sections: Any) -> NoReturn:
+        choices.update(sections)
+        raise UsageError("attached", hint="nothing to do")
+
+    monkeypatch.setattr(library, "attach", attach)
+    monkeypatch.setattr(wire, "messages", lambda: None)
+    return choices
+
+
+@pytest.mark.parametrize(("flags", "tokens"), [((), None), (("--micro-batch-tokens", "256"), 256)])
+def test_micro_batch_tokens_bound_a_pass(attached: dict[str, Any], flags: tuple[str, ...], tokens: int | None) -> None:
+    CliRunner().invoke(app, ["--model", "m", "--vllm-config-path", "server.json", *flags])
+    assert attached["compute"].micro_batch_tokens == tokens
