@@ -101,7 +101,7 @@ def _end_with(process: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def client(
-    model: Path, work: Work, port: int, num_steps: int, *, output: Any, rank: int = 32
+    model: Path, work: Work, port: int, num_steps: int, *, output: Any, rank: int
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """Run a client that takes `num_steps` steps and prints them to `output`; it is killed at the end of the block."""
     argv = [

@@ -41,10 +41,10 @@ def main() -> None:
             say(f"{options.size}: writing the model")
             subprocess.run([sys.executable, "-m", "benchmarks._models", options.size, str(model)], check=True)
         with _server(options, work, model, Path(scratch)) as port:
-            _clients(model, work, port, 1, options.warm_up)
+            _clients(options, work, model, port, 1, options.warm_up)
             for number in range(options.rounds):
-                alone = [_clients(model, work, port, 1, options.steps) for _ in range(MOST_ADAPTERS)]
-                together = _clients(model, work, port, MOST_ADAPTERS, options.steps)
+                alone = [_clients(options, work, model, port, 1, options.steps) for _ in range(MOST_ADAPTERS)]
+                together = _clients(options, work, model, port, MOST_ADAPTERS, options.steps)
                 rounds.append(_round([line for lines in alone for line in lines], together))
                 say(f"round {number + 1}: {json.dumps({**rounds[-1], 'lines': {}})}")
     results: dict[str, Any] = {
@@ -91,12 +91,15 @@ def _server(options: argparse.Namespace, work: Work, model: Path, scratch: Path)
         children.stop(child)
 
 
-def _clients(model: Path, work: Work, port: int, number: int, num_steps: int) -> list[dict[str, float]]:
+def _clients(
+    options: argparse.Namespace, work: Work, model: Path, port: int, number: int, num_steps: int
+) -> list[dict[str, float]]:
     """Let this number of clients take steps at once; return the lines of all, with the clock's time at their ends."""
     with ExitStack() as held:
         outputs = [held.enter_context(TemporaryFile("w+")) for _ in range(number)]
         processes = [
-            held.enter_context(_tinker.client(model, work, port, num_steps, output=output)) for output in outputs
+            held.enter_context(_tinker.client(model, work, port, num_steps, output=output, rank=options.rank))
+            for output in outputs
         ]
         limit_s = STEP_LIMIT_S * (num_steps + 2) * number
         for process in processes:
