@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from bridge.agents.tool_calls import FORMATS, Call, parsed, split
 from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import UsageError
-from bridge.rollouts.chat_template import THOUGHT_ENDS, end_of_turn, lost, stop_ids
+from bridge.rollouts.chat_template import THOUGHT_ENDS, applied, end_of_turn, lost, stop_ids
 
 THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
@@ -165,7 +165,8 @@ class Conversation:
     def _prove(self, answers: Literal["tool", "user"]) -> None:
         """Render conversations of several turns, with and without thoughts, and compare each with its prefixes."""
         begun = self._rendered([USER], is_open=True).rstrip()
-        thinks = THOUGHT_ENDS in str(self._tokenizer.chat_template) and not begun.endswith(THOUGHT_ENDS)
+        source = applied(self._tokenizer.chat_template, has_tools="tools" in self.template)
+        thinks = THOUGHT_ENDS in source and not begun.endswith(THOUGHT_ENDS)
         calls = [PROBE] if answers == "tool" else []
         answer = PROBE.answered("It is 8.") if calls else {"role": "user", "content": "It is 8."}
         expected = THOUGHT.removeprefix("<think>\n" if begun.endswith("<think>") else "")

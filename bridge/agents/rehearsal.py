@@ -4,12 +4,14 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from heapq import nlargest
 from itertools import islice
 from operator import length_hint
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from bridge.agents.open_stream import group_sampler
 from bridge.agents.trajectories import as_chat
@@ -71,12 +73,17 @@ def rehearse(
         for place, problem in sample:
             _check_prompt(place, problem, groups, vocabulary, sampling, max_model_len)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for _, problem in sample)
-        _check_template(chosen.chat_template_kwargs, "" if is_text else str(tokenizer.chat_template or ""))
+        own = {**chosen.chat_template_kwargs, **({"tools": task.schemas} if task.schemas else {})}
+        sources = {chat_template.applied_to(tokenizer.chat_template, problem, own) for _, problem in sample}
+        if task.interaction == "agent":  # each request may have tools or not
+            sources = {chat_template.applied(tokenizer.chat_template, has_tools=has) for has in (False, True)}
+        _check_template(chosen.chat_template_kwargs, "" if is_text else "\n".join(sources))
         if task.interaction != "agent":
             prompts = [as_chat(problem) if groups.is_chat else problem for _, problem in sample]
-            own = {**chosen.chat_template_kwargs, **({"tools": task.schemas} if task.schemas else {})}
             read = None if chosen.data is None else (chosen.prompt_column, chosen.answer_column)
             lines += chat_template.remarks(tokenizer, prompts, own, read=read)
+            if chosen.system_prompt == "" and not is_text:
+                lines += _own_system_message(tokenizer, own)
         if not is_text or vocabulary.beyond(tokenizer):
             lines += vocabulary.remarks(tokenizer, model_name)
         for line in lines:
@@ -126,6 +133,15 @@ def _check_template(arguments: Iterable[str], template: str) -> None:
         raise UsageError(
             f"--chat-template-kwargs has no effect: {why}",
             hint="leave it out, or use names that occur in the model's chat template",
+        )
+
+
+def _own_system_message(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line about the system message that the chat template writes in front of a prompt without one."""
+    if text := chat_template.own_system_message(tokenizer, template):
+        yield (
+            "--system-prompt '' leaves out system messages, but the model's chat template then writes one of its own:"
+            f" {described(text)}; to leave it out, too, give the model a chat_template.jinja without it"
         )
 
 

@@ -197,13 +197,35 @@ def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
     return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
 
 
-def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the chat template `source`: those in `template`, and those that the problem provides.
+def applied(named: Any, *, has_tools: bool) -> str:
+    """Return the source of the chat template that transformers applies; empty if there is none.
+
+    `named` is a tokenizer's `chat_template`: one source, several by name, or None.
+    """
+    if isinstance(named, Mapping):
+        return str(named.get("tool_use" if has_tools and "tool_use" in named else "default", ""))
+    return str(named or "")
+
+
+def applied_to(named: Any, problem: Mapping[str, Any], template: Mapping[str, Any]) -> str:
+    """Return the source of the chat template that is applied to a problem's messages."""
+    return applied(named, has_tools=bool(template.get("tools") or objects(problem.get("tools"))))
+
+
+def arguments(named: Any, problem: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for the chat template `named`: those in `template`, and those that the problem provides.
 
     Raises:
-        RewardError: the problem's `chat_template_kwargs` is not an object, or has a key that Bridge sets.
+        RewardError: the problem's `chat_template_kwargs` is not an object, or has a key that Bridge sets; or no chat
+            template is for these messages.
     """
-    columns = {name: objects(problem.get(name)) for name in COLUMNS if name in str(source)}
+    source = applied_to(named, problem, template)
+    if isinstance(named, Mapping) and not source:
+        raise RewardError(
+            f"the model has the chat templates {', '.join(named)}, but none named default, which renders messages",
+            hint="copy one of them to chat_template.jinja in the model's folder",
+        )
+    columns = {name: objects(problem.get(name)) for name in COLUMNS if name in source}
     own = _parsed(problem.get(OWN_ARGUMENTS)) or {}
     if not isinstance(own, Mapping) or own.keys() & SET_BY_BRIDGE:
         raise RewardError(
@@ -330,8 +352,8 @@ def remarks(
     `read` names the prompt and answer columns if the problems are rows of a file or data set, whose other columns a
     reward may use. None: the problems come from a class.
     """
-    source = str(tokenizer.chat_template or "")
-    chats = [problem for problem in problems if source and not isinstance(problem["prompt"], str)]
+    named = tokenizer.chat_template
+    chats = [problem for problem in problems if named and not isinstance(problem["prompt"], str)]
     messages = [message for problem in chats for message in _of_chat(problem)]
     if any(message.get("role") == AS_SYSTEM for message in messages):
         yield f"messages with the role {AS_SYSTEM} are rendered as system messages, as in an agent's requests"
@@ -340,12 +362,12 @@ def remarks(
         yield f"the chat template writes unusual roles unchanged; most models are trained with {usual_roles}"
     if any(chat["prompt"][-1].get("role") == "assistant" for chat in chats):  # type: ignore[union-attr]
         yield "prompts that end with a message of the assistant are continued: a completion is the rest of that message"
-    if any(_loses_turn(tokenizer, source, problem, template) for problem in chats):
+    if any(_loses_turn(tokenizer, problem, template) for problem in chats):
         yield (
             "the model's chat template drops earlier turns of the assistant, or their tool calls: the model does not"
             f" see them; {OWN_TEMPLATE}"
         )
-    unseen = dict.fromkeys(key for problem in chats for key in _unseen(tokenizer, source, problem, template))
+    unseen = dict.fromkeys(key for problem in chats for key in _unseen(tokenizer, problem, template))
     if THOUGHT_BEGINS in unseen:
         yield (
             "the model's chat template leaves out thoughts (<think>...</think>) of earlier turns of the assistant: the"
@@ -366,7 +388,19 @@ def remarks(
             "prompts are chat messages written as JSON text, which the model sees as text: write them as a list of"
             " messages to apply its chat template"
         )
-    yield from _columns(source if chats else "", problems, template, read)
+    yield from _columns(named if chats else None, problems, template, read)
+
+
+def own_system_message(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> str:
+    """Return the system message that the chat template writes in front of a prompt without one; empty if none."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **template)
+    try:
+        before, _, behind = str(render([{"role": "system", "content": MARKER}, USER])).partition(MARKER)
+        text = str(render([USER]))
+    except Exception:  # noqa: BLE001  the template has no system messages, or may raise anything
+        return ""
+    own = text.removeprefix(before).removesuffix(behind)
+    return own.strip() if behind and f"{before}{own}{behind}" == text else ""
 
 
 def _is_json_of_chat(prompt: Any) -> bool:
@@ -381,18 +415,16 @@ def _of_chat(problem: Problem) -> list[Any]:
     return [message for message in problem["prompt"] if isinstance(message, dict)]
 
 
-def _loses_turn(tokenizer: PreTrainedTokenizerBase, source: str, problem: Problem, template: Mapping[str, Any]) -> bool:
+def _loses_turn(tokenizer: PreTrainedTokenizerBase, problem: Problem, template: Mapping[str, Any]) -> bool:
     messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
     if problem.get("images") or not any(message.get("role") == "assistant" for message in messages):
         return False
-    given = arguments(source, problem, template)
+    given = arguments(tokenizer.chat_template, problem, template)
     render = partial(apply_chat_template, tokenizer, tokenize=False, **given)
     return any(messages[index]["role"] == "assistant" for index in lost(render, messages))
 
 
-def _unseen(
-    tokenizer: PreTrainedTokenizerBase, source: str, problem: Problem, template: Mapping[str, Any]
-) -> Iterator[str]:
+def _unseen(tokenizer: PreTrainedTokenizerBase, problem: Problem, template: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of messages whose text the chat template leaves out; `<think>` stands for a thought."""
     messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
     if problem.get("images"):
@@ -401,7 +433,7 @@ def _unseen(
     if not any(marks for _, marks in marked):
         return
     try:
-        given = arguments(source, problem, template)
+        given = arguments(tokenizer.chat_template, problem, template)
         text = apply_chat_template(tokenizer, [message for message, _ in marked], tokenize=False, **given).casefold()
     except RewardError:  # the template rejects markers, for example because it compares the values
         return
@@ -430,12 +462,17 @@ def _appended_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _columns(
-    source: str, problems: Sequence[Problem], template: Mapping[str, Any], read: Collection[str | None] | None
+    named: Any, problems: Sequence[Problem], template: Mapping[str, Any], read: Collection[str | None] | None
 ) -> Iterator[str]:
     """Yield notes about columns that the chat template gets, that it does not use, and that the model never sees."""
     names = dict.fromkeys(name for problem in problems for name in problem)
-    usable = [name for name in COLUMNS if any(objects(problem.get(name)) for problem in problems)]
-    taken = [name for name in usable if name in source and name not in template]
+    sources = [applied_to(named, problem, template) for problem in problems]
+    source = "\n".join(dict.fromkeys(sources))
+    with_sources = [*zip(problems, sources, strict=True)]
+    taken = [
+        name for name in COLUMNS
+        if name not in template and any(name in used and objects(problem.get(name)) for problem, used in with_sources)
+    ]  # fmt: skip
     taken += [OWN_ARGUMENTS] if OWN_ARGUMENTS in names and source else []
     if taken:
         yield f"the model's chat template gets {', '.join(taken)} of each problem"

@@ -139,9 +139,10 @@ class Prompts:
         return prompt if self._chat_template is not None else problem.get("plain_prompt", prompt)
 
     @property
-    def _chat_template(self) -> str | None:
-        template: str | None = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
-        return template
+    def _chat_template(self) -> str | dict[str, str] | None:
+        """The processor's or tokenizer's chat template, or several by name."""
+        template: str | dict[str, str] | None = getattr(self._processor, "chat_template", None)
+        return template or self._tokenizer.chat_template
 
     def _text(self, problem: Problem) -> str:
         """Return the prompt as text, with one image token for each image."""
@@ -155,10 +156,10 @@ class Prompts:
             )
         messages = [*_in_parts(chat_template.as_known(prompt), problem)]
         given = chat_template.arguments(self._chat_template, problem, self._template)
+        source = chat_template.applied(self._chat_template, has_tools="tools" in given)
         render = partial(
-            chat_template.apply_chat_template, self._tokenizer, chat_template=self._chat_template, tokenize=False,
-            **given,
-        )  # fmt: skip
+            chat_template.apply_chat_template, self._tokenizer, chat_template=source, tokenize=False, **given
+        )
         text: str = render(messages)
         chat_template.refuse_lost(render, messages)
         return text

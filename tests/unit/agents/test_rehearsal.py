@@ -141,6 +141,24 @@ def test_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: pyt
     assert "does not end a turn with a special token" in line
 
 
+def test_argument_of_another_named_template_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = skeleton.tokenizer(str(model))
+    monkeypatch.setattr(skeleton, "tokenizer", lambda _: tokenizer)
+    plain = "{{ messages[0]['content'] }}"
+    tokenizer.chat_template = {"default": plain, "tool_use": "{{ tools }}{{ thinking }}" + plain}
+    with pytest.raises(UsageError, match="the model's chat template does not use thinking"):
+        tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True})
+
+
+@pytest.mark.parametrize(("name", "is_written"), [("qwen2_5", True), ("qwen3", False)])
+def test_system_message_that_the_template_adds_is_reported(tmp_path: Path, name: str, is_written: bool) -> None:
+    chat.tokenizer(tmp_path, name)
+    tiny.qwen2(600).save_pretrained(tmp_path)
+    assert tried(tmp_path, Task(prompt=CHAT)) == []
+    lines = tried(tmp_path, Task(prompt=CHAT), system_prompt="")
+    assert ["then writes one of its own: 'You are Qwen, created" in line for line in lines] == [True] * is_written
+
+
 def of_list(problems: Any, held_out: Any = ()) -> BridgeTask:
     return BridgeTask(problems=lambda: iter(problems), kept=held_out, recipe=Task)
 

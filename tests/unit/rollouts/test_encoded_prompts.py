@@ -51,7 +51,7 @@ class Processor:
     """Patches of 4 x 4 pixels and 2 frames; a token is 2 x 2 patches."""
 
     image_token = IMAGE
-    chat_template: str | None = None
+    chat_template: str | dict[str, str] | None = None
     expands_twice = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -199,6 +199,12 @@ def test_image_marker_in_text_sets_the_position(model: Path, tmp_path: Path, pro
     parts: Any = [{"type": "text", "text": "what is <image> in HTML?"}, {"type": "image"}]
     inside, _ = encode(model, [{"role": "user", "content": parts}], paths[0])
     assert tokenizer.decode(inside) == f"user:what is <image> in HTML?{expanded};"
+
+
+def test_default_of_named_templates_renders_images(model: Path, tmp_path: Path, processor: Processor) -> None:
+    processor.chat_template = {"default": TEMPLATE, "tool_use": "{{ tools }}"}
+    prompt, _ = encode(model, [{"role": "user", "content": "q"}], file(tmp_path, "a.png"))
+    assert AutoTokenizer.from_pretrained(model).decode(prompt) == f"user:{START}{IMAGE}{IMAGE}{END}q;"
 
 
 def test_turn_without_content_is_allowed_with_images(model: Path, tmp_path: Path, processor: Processor) -> None:
