@@ -50,6 +50,14 @@ def foreign_code(doing: str, file: str) -> Iterator[None]:
         ) from error
 
 
+def is_async(function: Any) -> bool:
+    """Return whether a call returns a coroutine: an async function, a partial of one, or an object with an async call.
+
+    Source: `inspect.iscoroutinefunction` looks at the object itself, not at its `__call__`.
+    """
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
 def reason_of(error: BaseException) -> str:
     """Return ": " and the exception's message on one line; empty if there is no message."""
     try:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints,
 
 from bridge.agents.tools import names as tool_names
 from bridge.core import image_file
-from bridge.core.foreign_code import foreign_code, shortened, source_file, surrogate_fault
+from bridge.core.foreign_code import foreign_code, is_async, shortened, source_file, surrogate_fault
 from bridge.errors import RewardError
 from bridge.types import Interaction, Problem
 
@@ -46,6 +46,11 @@ def check_score(environment: Any, name: str) -> None:
             f"environment {name}: score cannot be called with (problem, completion): {error}",
             hint=f"write it as: {SCORE}",
         ) from error
+    if is_async(score) and not hasattr(environment, "get_reward"):
+        raise RewardError(
+            f"environment {name}: score is an async function, expected a plain one",
+            hint=f"write it as: {SCORE}; asyncio.run(...) in it awaits other functions",
+        )
 
 
 def interaction(kind: type, name: str) -> Interaction:

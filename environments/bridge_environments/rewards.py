@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core import paths
-from bridge.core.foreign_code import FORMS, described, find_object, foreign_code, shortened
+from bridge.core.foreign_code import FORMS, described, find_object, foreign_code, is_async, shortened
 from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import as_reward, limit_note
 from bridge.types import Problem
@@ -253,7 +253,7 @@ def _own(name: str, weight: float) -> Reward:
     score = find_object("reward", name)
     path, _, title = name.rpartition(":")
     hint = f"write it as: def {title}(problem: dict, completion: str) -> float, where problem has the row's columns"
-    if inspect.iscoroutinefunction(score):
+    if is_async(score):
         raise UsageError(f"reward {name} is an async function, expected a plain one", hint=hint)
     try:
         parameters = inspect.signature(score).parameters

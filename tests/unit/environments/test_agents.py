@@ -58,6 +58,7 @@ MISUSES = {
     ),
     "no problems": (RUNS, "is not iterable"),
     "a wrong score": (RUNS + ITERATES + SCORES.replace(", completion", ""), "score cannot be called with"),
+    "an async score": (RUNS + ITERATES + SCORES.replace("def", "async def"), "score is an async function"),
 }
 
 

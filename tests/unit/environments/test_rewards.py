@@ -305,6 +305,15 @@ def test_duplicate_or_weightless_rewards_are_refused(write: Write) -> None:
         ("def mine(completion): ...", "cannot be called with (problem, completion): too many positional"),
         ("def mine(a, b, c): ...", "missing a required argument: 'c'"),
         ("async def mine(problem, completion): ...", "is an async function"),
+        (
+            "class Async:\n    async def __call__(self, problem, completion): ...\nmine = Async()",
+            "is an async function",
+        ),
+        ("class Async:\n    async def __call__(self, completions, **_): ...\nmine = Async()", "is an async function"),
+        (
+            "async def inner(a, problem, completion): ...\nimport functools\nmine = functools.partial(inner, 1)",
+            "is an async",
+        ),
         ("class mine: ...", "mine in"),
         ("def other(problem, completion): ...", "it defines other"),
         ("mine = 3", "is not a function"),
