@@ -103,9 +103,10 @@ def compared(ranks: Ranks, config: PreTrainedConfig) -> dict[str, float]:
             least = FLOOR * max(gradient.norm() for gradient in gradients.values())
             both = (own_logprobs_N, logprobs_N), (own_entropies_N, entropies_N)
             differences = [(own - whole).abs().max() / whole.abs().max().clamp(min=1) for own, whole in both]
-            for parameter, gradient in gradients.items():
-                summed = ranks.all_reduce(own_gradients[parameter])
-                differences.append((summed - gradient).norm() / max(gradient.norm(), least))
+            sums = ranks.all_reduce(torch.cat([gradient.flatten() for gradient in own_gradients.values()]))
+            sums_by_parameter = sums.split([gradient.numel() for gradient in gradients.values()])
+            for summed, gradient in zip(sums_by_parameter, gradients.values(), strict=True):
+                differences.append((summed - gradient.flatten()).norm() / max(gradient.norm(), least))
             worst[f"{name}, {share_prompts}"] = float(torch.stack(differences).max())
     return worst
 

@@ -90,7 +90,7 @@ def pointers(model: LlamaForCausalLM) -> list[int]:
 def whole_storage(model: LlamaForCausalLM) -> bytes:
     """All of the model's memory, including the gaps between its parameters."""
     storage: torch.UntypedStorage = next(model.parameters()).untyped_storage()
-    return bytes(storage.tolist())
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
 
 
 def check_equal(model: PreTrainedModel, other: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from bridge.checks import model as model_checks
 from bridge.checks import probe
@@ -21,7 +21,7 @@ from bridge.processes import start_checks
 from bridge.weights import loaded, skeleton
 from bridge.weights.model_folder import stored_buffers
 from tests.models import tiny
-from tests.models.families import EXPERTS, FAMILIES, ON_GPUS, SMALL, WITH_BUFFERS
+from tests.models.families import FAMILIES, ON_GPUS, WITH_BUFFERS
 
 ROOT = Path(__file__).parents[3]
 ALL_FAMILIES = {**FAMILIES, **ON_GPUS}
@@ -85,7 +85,7 @@ def test_known_family_is_built_without_its_remote_code(tmp_path: Path) -> None:
     ],
 )
 def test_settings_of_previous_runs_are_ignored(settings: dict[str, Any], tmp_path: Path) -> None:
-    plain, odd = (tiny.write(Qwen3MoeConfig(**SMALL | EXPERTS), tmp_path / name) for name in ("plain", "odd"))
+    plain, odd = (tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / name) for name in ("plain", "odd"))
     config = odd / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
     assert skeleton.shapes(skeleton.build(str(odd), torch.bfloat16))
