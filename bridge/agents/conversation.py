@@ -63,14 +63,8 @@ class Conversation:
         """Arguments of the chat template other than the messages."""
         if tokenizer.chat_template is None:
             self._refuse("is missing from its tokenizer", "use a model with a chat template")
-        self._end = self._end_of_turn()
-        self._end_id: int = tokenizer.convert_tokens_to_ids(self._end)
-        self._stops = {self._end_id, *(stops := stop_ids(tokenizer, model_name))}
-        if self._end_id not in stops and self._end != end_of_turn(tokenizer):
-            self._refuse(
-                f"ends a turn with {self._end!r} and further tokens, but the server does not stop at the first of them",
-                f"add {self._end_id} to eos_token_id in the model's generation_config.json",
-            )
+        self._server_stops = stop_ids(tokenizer, model_name)
+        self._find_end()
         self._format = ""
         if answers is not None:
             self._prove(answers)
@@ -79,8 +73,21 @@ class Conversation:
         """Return a copy with different tools, for which the template is not verified."""
         copied = copy(self)
         copied.template = {**self.template, "tools": list(tools)}
+        if isinstance(self._tokenizer.chat_template, Mapping):  # messages with tools have a template of their own
+            copied._find_end()
         copied._format = copied._format_of([PROBE])
         return copied
+
+    def _find_end(self) -> None:
+        """Find the token that ends a turn, and refuse the template if the server does not stop there."""
+        self._end = self._end_of_turn()
+        self._end_id: int = self._tokenizer.convert_tokens_to_ids(self._end)
+        self._stops = {self._end_id, *self._server_stops}
+        if self._end_id not in self._server_stops and self._end != end_of_turn(self._tokenizer, **self.template):
+            self._refuse(
+                f"ends a turn with {self._end!r} and further tokens, but the server does not stop at the first of them",
+                f"add {self._end_id} to eos_token_id in the model's generation_config.json",
+            )
 
     def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
         """Return the text of a sampled turn without its tool calls, and the calls; no calls if any is malformed.

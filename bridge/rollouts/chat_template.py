@@ -42,6 +42,13 @@ OWN_TEMPLATE = "give the model a chat template that renders it, as chat_template
 USER = {"role": "user", "content": "What do you see?"}
 SEEN = "I see."
 CALL = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {"number": 7}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up", "description": "Look a number up.",
+        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}},
+    },
+}  # fmt: skip
 PROBES: Mapping[str, Sequence[Message]] = {
     "system": [{"role": "system", "content": SEEN}, USER],
     "user": [{"role": "user", "content": SEEN}],

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from bridge.core.foreign_code import described
 from bridge.errors import RejectedRequestError, UsageError
 from bridge.planning.model_size import RESIZE
-from bridge.rollouts.chat_template import end_of_turn, stop_ids
+from bridge.rollouts.chat_template import TOOL, end_of_turn, stop_ids
 from bridge.rollouts.openai_api import IdsOf, ids_by_text
 from bridge.weights import skeleton
 
@@ -23,7 +23,7 @@ class Vocabulary:
     special: Mapping[str, int] = field(default_factory=dict)
     """The special tokens; a server leaves them out of the text in which it looks for stop texts."""
     end_of_turn: str = ""
-    """The token that ends a turn in the chat template, if it has one."""
+    """The token that ends a turn in the chat template, if it has one; of several by name, in the default."""
     end_id: int | None = None
     """Token id of `end_of_turn`."""
     end_ids: tuple[int, ...] = ()
@@ -35,26 +35,32 @@ class Vocabulary:
     def of(cls, tokenizer: PreTrainedTokenizerBase, model_name: str) -> Self:
         added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         named = {str(token): tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
-        end = end_of_turn(tokenizer) if tokenizer.chat_template is not None else ""
+        templates = tokenizer.chat_template
+        end = end_of_turn(tokenizer) if templates is not None else ""
         end_id = tokenizer.convert_tokens_to_ids(end) if end else None
+        ids = {} if end_id is None else {end: end_id}
+        if isinstance(templates, Mapping) and (with_tools := end_of_turn(tokenizer, tools=[TOOL])):
+            ids[with_tools] = tokenizer.convert_tokens_to_ids(with_tools)
+        stops = stop_ids(tokenizer, model_name) if ids else set()
         return cls(
             ids_of=ids_by_text(tokenizer),
             special={text: token_id for text, token_id in (added | named).items() if text},
             end_of_turn=end,
             end_id=end_id,
-            end_ids=() if end_id is None or end_id in stop_ids(tokenizer, model_name) else (end_id,),
+            end_ids=tuple(token_id for token_id in ids.values() if token_id not in stops),
             num_embeddings=skeleton.num_embeddings(model_name),
         )
 
     def remarks(self, tokenizer: PreTrainedTokenizerBase, model_name: str) -> Iterator[str]:
         """Yield one line for each unusual property of the model's tokens."""
-        if self.end_ids:
+        for end_id in self.end_ids:
+            end = tokenizer.convert_ids_to_tokens(end_id)
             yield (
-                f"the chat template of {model_name} ends a turn with {self.end_of_turn!r}, which is not an"
+                f"the chat template of {model_name} ends a turn with {end!r}, which is not an"
                 " end-of-sequence token of the model: in this run, completions of chat messages end there. To serve the"
-                f" trained model the same way, add {self.end_id} to eos_token_id in its generation_config.json"
+                f" trained model the same way, add {end_id} to eos_token_id in its generation_config.json"
             )
-        elif tokenizer.chat_template is not None and not self.end_of_turn:
+        if tokenizer.chat_template is not None and not self.end_of_turn and not self.end_ids:
             yield (
                 f"the chat template of {model_name} does not end a turn with a special token: a completion ends at"
                 f" {tokenizer.eos_token or 'no token'} or at --max-new-tokens (--stop TEXT ends it earlier)"

@@ -190,6 +190,23 @@ def test_escaped_tool_result_counts_as_rendered(tmp_path: Path) -> None:
     assert '\\"a\\"' in chat.tokenizer(tmp_path, "llama3_1").decode(added)
 
 
+def test_turns_with_tools_end_as_their_named_template_does(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "llama3")
+    tokenizer.chat_template = {"default": chat.template("llama3"), "tool_use": chat.template("qwen2_5")}
+    without = Conversation(tokenizer, str(tmp_path), answers=None)
+    turn = {"role": "assistant", "content": "I see."}
+    user = {"role": "user", "content": "2+3?"}
+    for ours, end in ((without, "<|eot_id|>"), (without.with_tools([TOOL]), "<|im_end|>")):
+        end_id = tokenizer.convert_tokens_to_ids(end)
+        added = ours.tokens_following([user, turn], [user], 5)
+        assert added is not None
+        assert added[0] == end_id
+        assert ours.tokens_following([user, turn], [user], end_id) == added[1:]
+    tools = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    _, (call,) = tools.read(tokenizer(COMPLETIONS["qwen2_5"], add_special_tokens=False)["input_ids"])
+    assert (call.name, call.arguments) == (CALL.name, CALL.arguments)
+
+
 def test_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<|eot_id|><|im_end|>")

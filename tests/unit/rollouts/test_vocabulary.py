@@ -49,6 +49,22 @@ def test_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
     assert tokenizer.num_decoded == 4
 
 
+def test_chats_end_where_either_named_template_ends_a_turn(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "llama3")
+    end = "<|eot_id|>"
+    tokenizer.chat_template = {"default": chat.template("llama3"), "tool_use": chat.template("qwen2_5")}
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in (end, "<|im_end|>")]
+    assert Vocabulary.of(tokenizer, str(tmp_path)).end_ids == (ids[1],), "the server stops at the other one"
+    tokenizer.eos_token = "</s>"
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
+    found = Vocabulary.of(tokenizer, str(tmp_path))
+    assert (found.end_of_turn, found.end_ids) == (end, tuple(ids))
+    lines = [*found.remarks(tokenizer, "m")]
+    assert [line.partition(", which")[0] for line in lines] == [
+        f"the chat template of m ends a turn with '{token}'" for token in (end, "<|im_end|>")
+    ]
+
+
 def base(folder: Path, *, missing: int = 0) -> PreTrainedTokenizerBase:
     """Write a model with Qwen 2.5's template, a different EOS, like Qwen's base models, and too few embeddings."""
     tokenizer = chat.tokenizer(folder, "qwen2_5")
