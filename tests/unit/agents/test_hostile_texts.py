@@ -149,24 +149,24 @@ def test_hostile_text_is_logged_without_control_characters(
     monkeypatch.setattr(console, "people", Console(file=terminal, soft_wrap=True, force_terminal=True, width=80))
     writer = reporting.TensorBoard(run, {}, 1)
     metrics = report_runs.metrics(5, 5)
-    for number, text in enumerate(texts):
-        with defects.of("event", text):
-            with run.recording():
+    with run.recording():
+        for number, text in enumerate(texts):
+            with defects.of("event", text):
                 logging.getLogger("bridge").info(text)
-            if number % 10 == 0:
-                console.note(text[:1000])
-        group = grouped([text], [1.0], [text])
-        with defects.of("rollouts", text):
-            run.append_rollouts(5 + number // 100, [group])
-        if number % 20 == 0:
-            with defects.of("sample", text):
-                writer.log(number, metrics.curves(), reporting._sample_text([group]))
-        if number % 400 == 0:  # its depth matters, not its text
-            with defects.of("deep answer", text):
-                deep: Any = text
-                for _ in range(number % 3 * 2_000):
-                    deep = [deep]
-                run.append_rollouts(5, [Group(**{**vars(group), "problem": {"prompt": text[:9], "answer": deep}})])
+                if number % 10 == 0:
+                    console.note(text[:1000])
+            group = grouped([text], [1.0], [text])
+            with defects.of("rollouts", text):
+                run.append_rollouts(5 + number // 100, [group])
+            if number % 20 == 0:
+                with defects.of("sample", text):
+                    writer.log(number, metrics.curves(), reporting._sample_text([group]))
+            if number % 2000 == 0:  # its depth matters, not its text
+                with defects.of("deep answer", text):
+                    deep: Any = text
+                    for _ in range(number % 3 * 2_000):
+                        deep = [deep]
+                    run.append_rollouts(5, [Group(**{**vars(group), "problem": {"prompt": text[:9], "answer": deep}})])
     with closing(terminal), defects.of("report", ""):
         writer.close(failed=False)
         command.write([run.path], run.report)
