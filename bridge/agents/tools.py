@@ -27,6 +27,8 @@ NO_TOOLS = ("reset", "get_reward", "score", "scores", "held_out")
 """Public methods that the model cannot call."""
 LONGEST_ANSWER = 10_000
 """Maximum length of a tool result, and of the text that `reset` adds; longer texts are truncated, with a note."""
+PARTS = ("text", "image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
+"""Types of the parts of a message's content, which TRL passes on to the chat template."""
 EXPECTED = "a finite number, one per turn, or a dict of finite numbers"
 
 
@@ -81,7 +83,7 @@ class Tools(_InstanceHost):
         if name not in self._names:
             return Reply(text=f"error: there is no tool {name}, only {', '.join(self._names)}", is_error=True)
         try:
-            return Reply(text=_cut(str(awaited(getattr(self._instance, name)(**arguments)))))
+            return Reply(text=_cut(_text(awaited(getattr(self._instance, name)(**arguments)))))
         except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code
             return Reply(text=_cut(f"error: {type(error).__name__}{reason_of(error)}"), is_error=True)
 
@@ -152,6 +154,20 @@ def awaited(result: Any) -> Any:
         return await result
 
     return result_of(in_thread(lambda: asyncio.run(value()), "awaited"))  # this thread may have an event loop
+
+
+def _text(result: Any) -> str:
+    """Return a tool's result as the model sees it: `str` of it, or the text of a message's content in parts.
+
+    Raises:
+        TypeError: a part is not text.
+    """
+    is_list = isinstance(result, list) and bool(result) and all(isinstance(part, Mapping) for part in result)
+    if not is_list or not all(part.get("type") in PARTS for part in result):
+        return str(result)
+    if other := next((part["type"] for part in result if part["type"] != "text"), None):
+        raise TypeError(f"returned a part of the type {other}, expected text")
+    return "".join(str(part.get("text")) for part in result)
 
 
 def _cut(text: str) -> str:

@@ -262,6 +262,27 @@ def test_reset_observation_is_truncated_like_a_tool_result(tmp_path: Path) -> No
     assert begun.text.endswith("... (truncated from 20,000 characters)")
 
 
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ("[{'type': 'text', 'text': 'It is '}, {'type': 'text', 'text': '19.'}]", "It is 19."),
+        ("[{'type': 'text', 'text': 'See:'}, {'type': 'image', 'image': 'x'}]", "image, expected text"),
+        ("[{'type': 'film', 'text': 'x'}]", "[{'type': 'film', 'text': 'x'}]"),
+        ("[]", "[]"),
+        ("{'type': 'text', 'text': 'x'}", "{'type': 'text', 'text': 'x'}"),
+        ("None", "None"),
+    ],
+)
+def test_parts_of_a_tool_result_reach_the_model_as_text(tmp_path: Path, result: str, text: str) -> None:
+    (tmp_path / "task.py").write_text(RESETS + ITERATES + SCORES + ADDS.replace("a + b", result))
+    tools = registry.scorer(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
+    tools.begin({"prompt": "3+4="})
+    reply = tools.call("add", {"a": 1, "b": 2})
+    is_refused = "expected text" in text
+    assert reply.text == (f"error: TypeError: returned a part of the type {text}" if is_refused else text)
+    assert reply.is_error == is_refused
+
+
 def test_limits_of_tools_are_refused_without_tools() -> None:
     with pytest.raises(UsageError, match="--max-turns and --tool-timeout-s: only for an environment with tools"):
         load_environment(TaskConfig(), RolloutConfig(max_turns=3, tool_timeout_s=1.0), EvaluationConfig(samples=1))
