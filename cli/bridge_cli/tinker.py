@@ -99,11 +99,13 @@ def _optimizer(name: str) -> Any:
     from typing import get_args
 
     from bridge.config import OptimizerConfig
+    from bridge.tinker.training import ADAM
 
     names = get_args(OptimizerName)
     if name not in names:
         raise UsageError(f"--optimizer {name}, expected one of {', '.join(names)}", hint="--optimizer adamw-8bit")
-    return OptimizerConfig(name=name)  # type: ignore[arg-type]
+    # clients give a rate with each step; without one here, the log would announce a default that no step takes
+    return OptimizerConfig(name=name, lr=ADAM["learning_rate"])  # type: ignore[arg-type]
 
 
 def _compute(micro_batch_tokens: int | None) -> Any:

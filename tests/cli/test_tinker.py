@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from bridge import library
+from bridge.engine import make_trainable
 from bridge.errors import UsageError
 from bridge.tinker import wire
 from bridge_cli.tinker import tinker
@@ -34,3 +35,10 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_micro_batch_tokens_bound_a_pass(attached: dict[str, Any], flags: tuple[str, ...], tokens: int | None) -> None:
     CliRunner().invoke(app, ["--model", "m", "--vllm-config-path", "server.json", *flags])
     assert attached["compute"].micro_batch_tokens == tokens
+
+
+def test_no_default_learning_rate_is_announced(attached: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    CliRunner().invoke(app, ["--model", "m", "--vllm-config-path", "server.json"])
+    with caplog.at_level("INFO"):
+        make_trainable._log_rates(attached["optimizer"], attached["optimizer"].lr or 1e-6, "all weights")
+    assert not caplog.messages, "each step has its client's rate, and there is no --lr"
