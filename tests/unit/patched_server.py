@@ -108,7 +108,7 @@ class Engine:
 
 @contextmanager
 def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
-    """Run a patched server for `model`, as `scenarios.served` runs vLLM."""
+    """Run a patched server for a small random Llama, which it writes to `model`; `scenarios.served` runs vLLM."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / manifests.MANIFEST_NAME
     argv = [sys.executable, "-m", "tests.unit.patched_server", str(model), str(path), str(port)]
