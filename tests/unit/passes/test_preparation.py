@@ -336,6 +336,14 @@ def test_hooks_run_once_and_no_parameter_is_replaced(monkeypatch: pytest.MonkeyP
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
 
 
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    with kernel_on_the_cpu():
+        yield
+
+
+@pytest.mark.usefixtures("_kernel")
 def test_backward_is_not_compiled_before_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()  # otherwise code that another test compiled is reused
     differentiated = list[bool]()
@@ -348,13 +356,6 @@ def test_backward_is_not_compiled_before_offloading(monkeypatch: pytest.MonkeyPa
     noted(llama(), compile_layers=True, activation_offload=True)
     assert differentiated
     assert not any(differentiated)
-
-
-@pytest.fixture
-def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
-    with kernel_on_the_cpu():
-        yield
 
 
 @pytest.mark.usefixtures("_kernel")
@@ -545,6 +546,7 @@ def test_uncompilable_layers_run_eagerly_with_one_log_line(monkeypatch: pytest.M
     assert_close(gradients(prepared), expected)
 
 
+@pytest.mark.usefixtures("_kernel")
 def test_compiled_layers_with_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(graph: torch.fx.GraphModule, _: Any) -> Any:
         return lambda *inputs: [x * 2 if torch.is_tensor(x) and x.is_floating_point() else x for x in graph(*inputs)]

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +12,13 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from bridge.learn import policy_loss
 from bridge.learn.policy_loss import LOSSES
-from bridge.passes import layers, logprobs
+from bridge.passes import attention, layers, logprobs
 from bridge.passes.packing import MicroBatch
 from bridge.passes.prepared_model import PreparedModel
 from bridge.run import learner
 from bridge.types import Completion, Group
 from tests.models import tiny
+from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 from tests.unit.run.test_learner import Descent, updated
 
 LENGTHS = (60, 52, 71, 66)
@@ -26,6 +27,14 @@ LENGTHS = (60, 52, 71, 66)
 @pytest.fixture(autouse=True)
 def _no_code_of_other_tests() -> None:
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def _whole_layers_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers that contain a kernel, as on a GPU, are one graph each, which takes a third of the time."""
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    with kernel_on_the_cpu():
+        yield
 
 
 class Still(Descent):
@@ -88,6 +97,7 @@ def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Calla
     ]
 
 
+@pytest.mark.usefixtures("_whole_layers_compiled")
 @pytest.mark.timeout(600)
 def test_unchanged_weights_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
@@ -120,6 +130,7 @@ def test_first_update_needs_no_extra_pass(monkeypatch: pytest.MonkeyPatch) -> No
     assert not ratios[0].any()
 
 
+@pytest.mark.usefixtures("_whole_layers_compiled")
 def test_pass_for_entropies_uses_the_updates_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
     monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
