@@ -31,6 +31,7 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
+from bridge.server.manifest import Manifest
 from bridge.server.protocol import Element, Status
 from bridge.types import Group
 from bridge.weights import cuda_ipc, fp8
@@ -328,15 +329,22 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
     listener = socket.create_server((LOOPBACK, int(port))) if part == 0 else None
     ranks = Ranks.join(part, count, tp_size=count, port=int(port), device=device, listener=listener)
     try:
-        attached = attach(exported, part, num_parts=count)
-        parallel = divide(attached.model, attached.cuts, ranks.tp_group.process_group)
-        prepared = PreparedModel(attached.model, parallel)
-        prepared.replay = RouterReplay.if_known(attached.model, experts)
-        diffs = logprob_diffs(prepared, groups)
+        diffs = diffs_of_part(ranks, exported, groups, experts)
     finally:
         ranks.close()
     if part == 0:
         sys.stdout.write(json.dumps(diffs.tolist()))
+
+
+def diffs_of_part(
+    ranks: Ranks, exported: Manifest, groups: Sequence[Group], experts: tuple[int, int] | None
+) -> torch.Tensor:
+    """Return what `diffs_of_parts` returns, computed by each rank with its part of the model."""
+    attached = attach(exported, ranks.tp_rank, num_parts=ranks.tp_size)
+    parallel = divide(attached.model, attached.cuts, ranks.tp_group.process_group)
+    prepared = PreparedModel(attached.model, parallel)
+    prepared.replay = RouterReplay.if_known(attached.model, experts)
+    return logprob_diffs(prepared, groups)
 
 
 def _middle_elements(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:

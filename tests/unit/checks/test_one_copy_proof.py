@@ -34,6 +34,7 @@ from tests.models.families import FAMILIES
 from tests.unit import toy_server
 from tests.unit.http_server import serving
 from tests.unit.openai_server import choice, openai
+from tests.unit.several_ranks import on_ranks
 from tests.unit.toy_server import ToyServer
 
 
@@ -284,15 +285,14 @@ def test_moe_model_is_verified_with_the_servers_experts(
 def test_sharded_moe_is_verified_with_the_servers_experts(
     mixture: ToyServer, url_of_other_experts: str, tmp_path: Path
 ) -> None:
-    """Two processes each hold a part of every expert; their own routers choose if the numbers of experts differ."""
-    manifests.write(toy_server.in_parts(mixture, 2), tmp_path / "m.json")
+    """Two ranks each hold a part of every expert; their own routers choose if the numbers of experts differ."""
+    exported = toy_server.in_parts(mixture, 2)
+    manifests.write(exported, tmp_path / "m.json")
     endpoint = Endpoint(url=url_of_other_experts, reports_experts=True)
     with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
         groups: list[Group] = one_copy_proof.sample(sampler, endpoint, mixture.reference.config.vocab_size)
-    given, own = (
-        one_copy_proof.diffs_of_parts(tmp_path / "m.json", 2, groups, experts, timeout_s=100)
-        for experts in (EXPERTS, (9, 2))
-    )
+    given = one_copy_proof.diffs_of_parts(tmp_path / "m.json", 2, groups, EXPERTS, timeout_s=100)
+    own, _ = on_ranks(2, one_copy_proof.diffs_of_part, exported, groups, (9, 2), tp_size=2)
     assert len(given) == len(own) == 3 * one_copy_proof.NUM_PROMPTS * one_copy_proof.NUM_SAMPLES
     assert one_copy_proof.logprobs(given).status == "PASS", given.mean()
     assert one_copy_proof.logprobs(own).status == "FAIL", own.mean()
