@@ -337,7 +337,7 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
 
 
 def diffs_of_part(
-    ranks: Ranks, exported: Manifest, groups: Sequence[Group], experts: tuple[int, int] | None
+    ranks: Ranks, exported: Manifest, groups: list[Group], experts: tuple[int, int] | None
 ) -> torch.Tensor:
     """Return what `diffs_of_parts` returns, computed by each rank with its part of the model."""
     attached = attach(exported, ranks.tp_rank, num_parts=ranks.tp_size)
