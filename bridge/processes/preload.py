@@ -6,6 +6,7 @@ On a slow file system each import takes half a minute, so they run concurrently.
 import contextlib
 import gc
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,11 @@ from pathlib import Path
 from bridge.processes import children
 from bridge.processes.children import Child
 from bridge.processes.server_command import PYTHON, plugin_module
+
+logger = logging.getLogger(__name__)
+
+MODULE = "preloaded_server"
+"""Name of the module, next to Bridge's plugin, that the process runs."""
 
 
 class Preloaded:
@@ -37,6 +43,11 @@ class Preloaded:
                 file.write(json.dumps(command).encode())
             child.process.stdin.close()  # now the process reads the command
             return replace(child, log=log)
+        if not child.is_alive():
+            logger.warning(
+                "vLLM was not imported early, so it starts later: that process ended with exit code %s",
+                child.exit_code(),
+            )
         children.stop(child, grace_s=0)
         return None
 
@@ -54,7 +65,7 @@ def preloading() -> Iterator[Preloaded]:
     Garbage collection is off in this process until the server starts, because imports and parsing leave little
     garbage.
     """
-    module = plugin_module("preload")
+    module = plugin_module(MODULE)
     preloaded = Preloaded(None)
     if module:
         command = os.memfd_create("command of the server")

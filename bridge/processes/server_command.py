@@ -35,6 +35,8 @@ PYTHON = (sys.executable, "-P")
 """Python without the current folder on its path, as in `vllm serve`: a user's module `bridge` would shadow Bridge."""
 PLUGINS = ("bridge", "bridge_routes")
 """Names of Bridge's entry points; the package of the first one knows which versions of vLLM it supports."""
+COMPATIBILITY = "compatibility"
+"""Name of the module, next to the plugin, that checks the installed vLLM."""
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 """Server modules, newest first: vLLM 0.32 has both, and has deprecated the second."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
@@ -228,7 +230,7 @@ def prepare(
 
 def check_plugin() -> None:
     """Check that Bridge's plugin is installed and fits the installed vLLM."""
-    compatibility = plugin_module("compatibility")
+    compatibility = plugin_module(COMPATIBILITY)
     if compatibility is None:
         raise IncompatibleVersionError(
             "vLLM cannot find Bridge's plugin: this Bridge was copied, not installed",

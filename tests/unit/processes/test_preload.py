@@ -1,6 +1,7 @@
 """A process that imports while its command is not known yet, with quick imports in place of vLLM's."""
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.processes import children, preload
+from bridge.processes import children, preload, server_command
 from bridge.processes.children import Child
 from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import PYTHON
@@ -62,6 +63,24 @@ def test_process_becomes_the_server_with_its_environment(log: Path) -> None:
     assert (before, early) == ("before", "imported")
     assert shown == f"{child.process.pid} new None vllm True"
     children.stop(child)
+
+
+def test_process_that_ended_early_is_reported(
+    log: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(preload, "plugin_module", lambda _: "tests.unit.processes.there_is_no_such_module")
+    with preloading() as preloaded:
+        assert preloaded._child is not None
+        ended(preloaded._child)
+        assert preloaded.become(command(SHOW), os.environ, log) is None
+    assert caplog.messages == ["vLLM was not imported early, so it starts later: that process ended with exit code 1"]
+
+
+def test_named_modules_are_next_to_the_plugin() -> None:
+    for name in (preload.MODULE, server_command.COMPATIBILITY):
+        module = server_command.plugin_module(name)
+        assert module is not None
+        assert importlib.util.find_spec(module) is not None, module
 
 
 def test_failed_imports_are_repeated_by_the_command(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
