@@ -61,7 +61,8 @@ def main() -> None:
     program = Program(Path(model), Work(**json.loads(work)), variant)
     config = TrainConfig.of(model_name=model, **choices(variant))
     port = free_port("127.0.0.1")
-    with client(program.model, program.work, port, sys.maxsize, output=lines, rank=config.lora.r) as process:
+    with client(program.model, program.work, port, output=lines, rank=config.lora.r) as process:
+        take_steps(process, sys.maxsize)
         threading.Thread(target=_end_with, args=(process,), daemon=True).start()
         serve(program, config, port)
 
@@ -100,20 +101,25 @@ def _end_with(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def client(
-    model: Path, work: Work, port: int, num_steps: int, *, output: Any, rank: int
-) -> "Iterator[subprocess.Popen[bytes]]":
-    """Run a client that takes `num_steps` steps and prints them to `output`; it is killed at the end of the block."""
+def client(model: Path, work: Work, port: int, *, output: Any, rank: int) -> "Iterator[subprocess.Popen[bytes]]":
+    """Run a client that prints its steps to `output`; it is killed at the end of the block."""
     argv = [
         sys.executable, "-m", "benchmarks._tinker_client", f"http://127.0.0.1:{port}", str(model),
-        json.dumps(asdict(work)), str(rank), str(num_steps),
+        json.dumps(asdict(work)), str(rank),
     ]  # fmt: skip
-    process = subprocess.Popen(argv, stdout=output)
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=output)
     try:
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+def take_steps(process: "subprocess.Popen[bytes]", number: int) -> None:
+    """Let a client take steps."""
+    assert process.stdin is not None
+    process.stdin.write(f"{number}\n".encode())
+    process.stdin.flush()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A client of Tinker's API on the task of `_work.py`, with the real SDK.
 
-    python -m benchmarks._tinker_client URL MODEL WORK RANK STEPS
+    python -m benchmarks._tinker_client URL MODEL WORK RANK
 
-Prints one JSON object per step, with the seconds of its parts under the names used by `bridge run --json`.
+Takes as many steps as each line of stdin says, and prints one JSON object per step, with the seconds of its parts under
+the names used by `bridge run --json`.
 """
 
 import itertools
@@ -31,11 +32,11 @@ def main() -> None:
     """Take steps; stdout is reserved for results."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    url, model, work, rank, num_steps = sys.argv[1:]
-    train(url, Path(model), Work(**json.loads(work)), int(rank), int(num_steps), lines)
+    url, model, work, rank = sys.argv[1:]
+    train(url, Path(model), Work(**json.loads(work)), int(rank), lines)
 
 
-def train(url: str, model: Path, work: Work, rank: int, num_steps: int, lines: TextIO) -> None:
+def train(url: str, model: Path, work: Work, rank: int, lines: TextIO) -> None:
     """Take steps as a script of the SDK does: sample groups, a pass and a step, and new weights for the sampler."""
     while not _answers(url):
         time.sleep(0.1)
@@ -45,7 +46,8 @@ def train(url: str, model: Path, work: Work, rank: int, num_steps: int, lines: T
     parameters = types.SamplingParams(max_tokens=work.tokens, temperature=1.0)
     sampler = training.save_weights_and_get_sampling_client().result()
     prompts = itertools.cycle([tokenizer(text, add_special_tokens=False)["input_ids"] for text in _work.prompts()])
-    for _ in range(num_steps):
+    steps = (number for line in sys.stdin for number in range(int(line)))
+    for _ in steps:
         started = time.perf_counter()
         batch = list(itertools.islice(prompts, work.completions // work.group))
         asked = [sampler.sample(types.ModelInput.from_ints(ids), work.group, parameters) for ids in batch]

@@ -10,13 +10,14 @@ Not covered: one client against `bridge run` on the same work (`two_trees.py --t
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import _results, _sides, _tinker
@@ -27,7 +28,6 @@ from bridge.core.address import free_port
 from bridge.processes import children
 
 PARTS = ("rollout_s", "train_s", "fence_publish_s")
-STEP_LIMIT_S = 120.0
 
 
 def main() -> None:
@@ -40,18 +40,19 @@ def main() -> None:
         if not model.exists():
             say(f"{options.size}: writing the model")
             subprocess.run([sys.executable, "-m", "benchmarks._models", options.size, str(model)], check=True)
-        with _server(options, work, model, Path(scratch)) as port:
-            _clients(options, work, model, port, 1, options.warm_up)
+        with _server(options, work, model, Path(scratch)) as port, ExitStack() as held:
+            clients = [Client(held, options, work, model, port) for _ in range(MOST_ADAPTERS)]
+            for client in clients:
+                client.steps(options.warm_up)
             for number in range(options.rounds):
-                alone = [_clients(options, work, model, port, 1, options.steps) for _ in range(MOST_ADAPTERS)]
-                together = _clients(options, work, model, port, MOST_ADAPTERS, options.steps)
-                rounds.append(_round([line for lines in alone for line in lines], together))
+                alone = [line for client in clients for line in client.steps(options.steps)]
+                for client in clients:
+                    client.start(options.steps)
+                together = [line for client in clients for line in client.taken(options.steps)]
+                rounds.append(_round(alone, together))
+                path = _results.write("tinker", _medians(options, rounds), options.out)
                 say(f"round {number + 1}: {json.dumps({**rounds[-1], 'lines': {}})}")
-    results: dict[str, Any] = {
-        name: statistics.median(one[name] for one in rounds) for name in rounds[0] if name != "lines"
-    }
-    results |= {"size": options.size, "optimizer": options.optimizer, "rounds": rounds}
-    path = _results.write("tinker", results, options.out)
+    results = _medians(options, rounds)
     say(f"{MOST_ADAPTERS} clients at once: {results['ratio']:.2f} times the tokens/s of one after the other, in {path}")
 
 
@@ -91,25 +92,37 @@ def _server(options: argparse.Namespace, work: Work, model: Path, scratch: Path)
         children.stop(child)
 
 
-def _clients(
-    options: argparse.Namespace, work: Work, model: Path, port: int, number: int, num_steps: int
-) -> list[dict[str, float]]:
-    """Let this number of clients take steps at once; return the lines of all, with the clock's time at their ends."""
-    with ExitStack() as held:
-        outputs = [held.enter_context(TemporaryFile("w+")) for _ in range(number)]
-        processes = [
-            held.enter_context(_tinker.client(model, work, port, num_steps, output=output, rank=options.rank))
-            for output in outputs
-        ]
-        limit_s = STEP_LIMIT_S * (num_steps + 2) * number
-        for process in processes:
-            if code := process.wait(limit_s):
-                raise SystemExit(f"a client ended with exit code {code}")
-        lines = []
-        for output in outputs:
-            output.seek(0)
-            lines += [json.loads(line) for line in output]
-    return lines
+class Client:
+    """A client in a process of its own."""
+
+    def __init__(self, held: ExitStack, options: argparse.Namespace, work: Work, model: Path, port: int) -> None:
+        """Start it; it ends with `held`."""
+        end, output = os.pipe()
+        self._lines = held.enter_context(os.fdopen(end))
+        with os.fdopen(output, "w") as writing:
+            entered = _tinker.client(model, work, port, output=writing, rank=options.rank)
+            self._process = held.enter_context(entered)
+
+    def steps(self, number: int) -> list[dict[str, float]]:
+        """Take steps, and return their lines."""
+        self.start(number)
+        return self.taken(number)
+
+    def start(self, number: int) -> None:
+        """Take steps, without waiting for them."""
+        _tinker.take_steps(self._process, number)
+
+    def taken(self, number: int) -> list[dict[str, float]]:
+        """Wait for steps, and return their lines."""
+        lines = [line for _, line in zip(range(number), self._lines, strict=False)]
+        if len(lines) < number:
+            raise SystemExit(f"a client ended with exit code {self._process.wait(60)}")
+        return [json.loads(line) for line in lines]
+
+
+def _medians(options: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0] if name != "lines"}
+    return {"size": options.size, "optimizer": options.optimizer, **medians, "rounds": rounds}
 
 
 def _round(alone: list[dict[str, float]], together: list[dict[str, float]]) -> dict[str, Any]:

@@ -416,8 +416,12 @@ class Service:
         if self._http is None:
             self._http = open_async_http()
         request = _generate_request(body, prompt, model, self.policy.max_model_len)
+        url = f"{self.policy.url}/generate"
         try:
-            answer = await self._http.post(f"{self.policy.url}/generate", json=request)
+            try:
+                answer = await self._http.post(url, json=request)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):  # after a pause, vLLM closes idle connections
+                answer = await self._http.post(url, json=request)
         except httpx.HTTPError as error:
             raise ServerUnreachableError(
                 f"vLLM does not answer: {type(error).__name__}", hint="its log says why; restart bridge tinker"

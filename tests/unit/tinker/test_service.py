@@ -198,6 +198,29 @@ def test_a_snapshot_is_never_answered_from_newer_weights(service: Service) -> No
     run(scenario())
 
 
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_lost_connection_to_vllm_repeats_the_request_once(
+    num_lost: int, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = httpx.AsyncClient.post
+    lost = [httpx.ReadError("reset"), httpx.RemoteProtocolError("closed")][:num_lost]
+
+    async def losing(http: httpx.AsyncClient, url: str, **more: Any) -> httpx.Response:
+        if lost:
+            raise lost.pop()
+        return await post(http, url, **more)
+
+    async def scenario() -> None:
+        model = await new_model(service)
+        made = await done(service, service.save_for_sampler({"model_id": model, "seq_id": 1}))
+        monkeypatch.setattr(httpx.AsyncClient, "post", losing)
+        answer = await done(service, service.sample(sampling(made["sampling_session_id"])))
+        assert ("tokens" in answer) == (num_lost == 1)
+        assert num_lost == 1 or "vLLM does not answer" in answer["error"]
+
+    run(scenario())
+
+
 def test_unknown_sampling_parameter_is_refused(service: Service) -> None:
     async def scenario() -> None:
         model = await new_model(service)
