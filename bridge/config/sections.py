@@ -50,7 +50,7 @@ class ServeConfig(Config):
     )
     """Number of GPUs that share one copy of the weights; `bridge run` starts a trainer for each."""
     max_lora_rank: int | None = declare(None, ge=1, panel="Mode lora_only", position=1)
-    """Largest LoRA rank the server accepts (default: no adapters)."""
+    """Largest LoRA rank the server accepts (default: no adapters; bridge tinker: 32)."""
     lora_experts: bool = declare(False, panel="Mode lora_only", position=1)
     """Accept adapters of routed experts, too: their slots take memory, and time at every token (GPU only)."""
     allow_vllm_flags: str = declare("", panel="Server")

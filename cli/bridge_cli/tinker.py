@@ -52,7 +52,7 @@ CACHED = 4
 """Adapters that vLLM keeps in host memory for each that is trained: its snapshots."""
 
 
-@from_config(ServeConfig)
+@from_config(ServeConfig, hide=("lora_experts", "vllm_config_path"))
 def tinker(
     config: ServeConfig,
     *,
@@ -69,7 +69,7 @@ def tinker(
 
     Starts vLLM, or attaches to the running server whose manifest is at --vllm-config-path. Clients train adapters
     beside each other, of ranks up to --max-lora-rank (default: 32). For example: bridge tinker --model MODEL, then
-    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python SCRIPT.
+    TINKER_BASE_URL=http://127.0.0.1:9001 TINKER_API_KEY=tml-local python SCRIPT.
     """
     from bridge.tinker import serving, wire
 

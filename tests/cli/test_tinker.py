@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from bridge import library
+from bridge.config import ServeConfig
 from bridge.engine import make_trainable
 from bridge.errors import UsageError
 from bridge.tinker import wire
@@ -29,6 +30,13 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(library, "attach", attach)
     monkeypatch.setattr(wire, "messages", lambda: None)
     return choices
+
+
+def test_help_and_docs_name_the_default_port() -> None:
+    url = f"TINKER_BASE_URL=http://127.0.0.1:{ServeConfig(model='m').port} "
+    docs = Path(__file__).parents[2] / "docs" / "tinker.md"
+    assert url in (tinker.__doc__ or "")
+    assert url in docs.read_text()
 
 
 @pytest.mark.parametrize(("flags", "tokens"), [((), None), (("--micro-batch-tokens", "256"), 256)])
