@@ -23,6 +23,12 @@ def bridge(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[st
     return run_python("from bridge_cli.main import main; main()", *arguments, columns=columns)
 
 
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Give a command wrong arguments in this process, and return what it prints."""
+    assert main.answer(arguments) == 2
+    return capsys.readouterr().err
+
+
 def test_help_names_every_command() -> None:
     shown = bridge("--help").stdout
     assert [name for name in main.COMMANDS if name not in shown] == []
@@ -50,28 +56,22 @@ def test_version_is_printed_on_stdout() -> None:
     assert (done.stdout, done.stderr, done.returncode) == (f"bridge {__version__}\n", "", 0)
 
 
-def test_wrong_flag_suggests_the_nearest_one() -> None:
-    done = bridge("train", "--traning-steps", "3")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no such flag: --traning-steps\n\nhint: did you mean")
-    assert "--training-steps" in done.stderr
+def test_wrong_flag_suggests_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "train", "--traning-steps", "3")
+    assert error.startswith("error: no such flag: --traning-steps\n\nhint: did you mean")
+    assert "--training-steps" in error
 
 
-def test_vllm_flag_before_the_dashes_is_refused_with_a_hint() -> None:
-    done = bridge("serve-vllm", "--model", "m", "--enforce-eager")
-    assert done.returncode == 2
-    assert "after --" in done.stderr
+def test_vllm_flag_before_the_dashes_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "after --" in refusal(capsys, "serve-vllm", "--model", "m", "--enforce-eager")
 
 
-def test_wrong_command_suggests_the_nearest_one() -> None:
-    done = bridge("trian")
-    assert done.returncode == 2
-    assert "'train'" in done.stderr
+def test_wrong_command_suggests_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'train'" in refusal(capsys, "trian")
 
 
-def test_flag_without_a_value_hints_at_the_commands_help() -> None:
-    done = bridge("run", "--model-name")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "hint: bridge run --help")
+def test_flag_without_a_value_hints_at_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "run", "--model-name").splitlines()[-1] == "hint: bridge run --help"
 
 
 def test_user_mistake_prints_no_traceback() -> None:
@@ -172,9 +172,9 @@ def test_shell_completes_commands_and_flags() -> None:
         assert (done.stdout.split(), done.stderr) == ([wanted] if wanted else [], "")
 
 
-def test_underscores_in_flags_mean_dashes() -> None:
-    done = bridge("train", "--model", "m", "--learning_rate", "-1")
-    assert done.stderr.startswith("error: --learning-rate: must be greater than 0")
+def test_underscores_in_flags_mean_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "train", "--model", "m", "--learning_rate", "-1")
+    assert error.startswith("error: --learning-rate: must be greater than 0")
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,10 @@ def test_underscores_in_flags_mean_dashes() -> None:
         ("--per-device-train-batch-size", "--batch-size"),
     ],
 )
-def test_flag_of_another_tool_is_refused_with_a_hint(flag: str, hint: str) -> None:
-    done = bridge("train", "--model", "m", flag, "0.9")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no such flag: --")
-    assert hint in done.stderr.splitlines()[-1]
+def test_flag_of_another_tool_is_refused_with_a_hint(flag: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "train", "--model", "m", flag, "0.9")
+    assert error.startswith("error: no such flag: --")
+    assert hint in error.splitlines()[-1]
 
 
 HINTED: dict[str, str] = {
