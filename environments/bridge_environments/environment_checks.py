@@ -9,7 +9,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import islice
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints, is_typeddict
+from types import UnionType
+from typing import (
+    Any,
+    Literal,
+    NoReturn,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from bridge.agents.tools import names as tool_names
 from bridge.core import image_file
@@ -115,20 +127,31 @@ def _schema(hint: Any, within: tuple[Any, ...] = ()) -> dict[str, Any]:
         schema: dict[str, Any] = {
             "type": "object", "properties": {key: _schema(inner, (*within, hint)) for key, inner in keys.items()},
         }  # fmt: skip
-        required = [key for key in keys if key in hint.__required_keys__]
+        required = _required(hint)
         return {**schema, "required": required} if required else schema
-    if not any(_typed_dicts(hint)) or is_typeddict(hint):
+    origin, inner_hints = get_origin(hint), get_args(hint)
+    is_described = origin in (list, tuple, dict, Union, UnionType) and Ellipsis not in inner_hints
+    if not is_described or not any(_typed_dicts(hint)):
         return _schema_without_keys(hint)
-    inner_hints = get_args(hint)
-    if get_origin(hint) is list:
+    if origin is list:
         return {"type": "array", "items": _schema(inner_hints[0], within)}
-    if get_origin(hint) is tuple:
+    if origin is tuple:
         return {"type": "array", "prefixItems": [_schema(inner, within) for inner in inner_hints]}
-    if get_origin(hint) is dict:
+    if origin is dict:
         return {"type": "object", "additionalProperties": _schema(inner_hints[1], within)}
-    choices = [_schema(inner, within) for inner in inner_hints if inner is not type(None)]  # of a union
+    choices = [_schema(inner, within) for inner in inner_hints if inner is not type(None)]
     schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
     return {**schema, "nullable": True} if type(None) in inner_hints else schema
+
+
+def _required(kind: Any) -> list[str]:
+    """Return the required keys of a TypedDict.
+
+    Source: under `from __future__ import annotations`, `__required_keys__` ignores Required and NotRequired.
+    """
+    marks = {Required: True, NotRequired: False}
+    hints = get_type_hints(kind, include_extras=True)
+    return [key for key, hint in hints.items() if marks.get(get_origin(hint), key in kind.__required_keys__)]
 
 
 def _schema_without_keys(hint: Any) -> dict[str, Any]:

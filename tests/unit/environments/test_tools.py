@@ -126,6 +126,12 @@ class Tree(typing.TypedDict):
     parts: "list[Tree]"
 class Odd(typing.TypedDict, total=False):
     at: Point
+class Several(typing.TypedDict):
+    rows: typing.Sequence[Row]
+class Named(typing.TypedDict):
+    rows: typing.Mapping[str, Row]
+class Many(typing.TypedDict):
+    rows: tuple[Row, ...]
 """
 ROW = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TREE = {
@@ -203,6 +209,18 @@ def test_keys_of_a_typed_dict_are_in_the_schema(load: Load, hint: str, schema: d
     argument = dict(tool["function"]["parameters"]["properties"]["a"])
     assert argument.pop("description")
     assert argument == schema
+
+
+@pytest.mark.parametrize("hint", ["Several", "list[Named]", "Many"])
+def test_key_that_transformers_cannot_describe_is_refused(load: Load, hint: str) -> None:
+    with pytest.raises(RewardError, match="describing its tools add raised TypeHintParsingException"):
+        load(HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}"))
+
+
+def test_optional_keys_stay_optional_with_postponed_annotations(load: Load) -> None:
+    source = HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", "a: Tree")
+    (tool,) = load(f"from __future__ import annotations\n{source}").schemas
+    assert tool["function"]["parameters"]["properties"]["a"]["required"] == TREE["required"]
 
 
 @pytest.fixture(scope="module")
