@@ -87,6 +87,8 @@ def run(folder: Path, program: str, words: list[str], variables: dict[str, str])
         "LOGDIR": str(folder),
         "PYTHONPATH": str(ROOT),
     }
+    if "lora_only" in words:
+        environment["BRIDGE_LORA_HANDOVER"] = "disk"  # the stand-in has no slots
     done = forked.ended(words, folder, program=program, environment=environment | variables, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert not FAULTS.search(done.stderr), done.stderr
