@@ -9,8 +9,8 @@ Shape suffixes: N rows, as many as a datum has positions; K targets of a row, X:
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -291,23 +291,24 @@ class Trainer(ABC):
             raise UsageError("the request has no data", hint="forward_backward(data, loss_fn)")
         needed = ("weights",) if ratios is None else ratios.inputs
         longest = self.policy.max_model_len
-        for number, datum in enumerate(request.data):
+        data = [_with_only(datum, ("target_tokens", *needed)) for datum in request.data]
+        for number, datum in enumerate(data):
             if fault := _fault(datum, request.loss_fn, needed, longest):
                 raise UsageError(f"datum {number} {fault}", hint=f"{request.loss_fn} needs {', '.join(needed)}")
-        has_several = any(datum.inputs["target_tokens"].ndim > 1 for datum in request.data)
-        samples = [_sample(datum, has_several=has_several) for datum in request.data]
-        loss = _Loss(request.data, ratios, config)
+        has_several = any(datum.inputs["target_tokens"].ndim > 1 for datum in data)
+        samples = [_sample(datum, has_several=has_several) for datum in data]
+        loss = _Loss(data, ratios, config)
         compute = self.policy.forward if request.is_forward else self.policy.forward_backward
         computed = compute(samples, loss)
         if not request.is_forward:
             model.tally.add(
                 computed.metrics,
-                num_tokens=sum(int(_counted(datum).sum()) for datum in request.data),
+                num_tokens=sum(int(_counted(datum).sum()) for datum in data),
                 num_known=sum(not math.isnan(value) for one in samples for value in one.sampled_logprobs),
             )
         logprobs = [
             found.cpu().numpy().reshape(datum.inputs["target_tokens"].shape)
-            for found, datum in zip(computed.logprobs, request.data, strict=True)
+            for found, datum in zip(computed.logprobs, data, strict=True)
         ]
         return logprobs, {"loss:sum": computed.metrics["loss"]}
 
@@ -422,6 +423,11 @@ class _Loss:
         of_data = [self._data[index] for index in batch.indices]
         arrays = [datum.inputs.get(name, np.ones(len(datum.tokens))) for datum in of_data]
         return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(like.device)
+
+
+def _with_only(datum: Datum, names: Collection[str]) -> Datum:
+    """Return a datum with only these inputs: clients may send others, of any shape, which their loss does not read."""
+    return replace(datum, inputs={name: value for name, value in datum.inputs.items() if name in names})
 
 
 def _fault(datum: Datum, loss: str, needed: Sequence[str], longest: int | None) -> str:

@@ -6,6 +6,7 @@ Not covered: the real client (`test_client.py`, `tests/cpu/test_tinker.py`), the
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,21 @@ def test_a_forward_pass_adds_no_gradient(service: Service) -> None:
         found = await done(service, service.passes(request(model, 1, is_forward=True)))
         assert len(found["logprobs"][0]) == 3
         assert "no gradients" in (await done(service, service.step({**STEP, "model_id": model, "seq_id": 2})))["error"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (0,)])
+def test_inputs_that_a_loss_does_not_read_change_nothing(service: Service, shape: tuple[int, ...]) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        plain = request(model, 1, is_forward=True)
+        (datum,) = plain.data
+        others = {"advantages": np.zeros(shape, np.float32), "logprobs": np.full(2, np.nan, np.float32)}
+        extended = replace(plain, seq_id=2, data=[replace(datum, inputs={**datum.inputs, **others})])
+        expected, found = [await done(service, service.passes(one)) for one in (plain, extended)]
+        assert "error" not in found
+        assert np.array_equal(found["logprobs"][0], expected["logprobs"][0])
 
     run(scenario())
 
