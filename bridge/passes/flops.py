@@ -81,8 +81,7 @@ class Flops:
         pairs = 0.0
         for window, per_pair in self.of_pair.items():
             pairs += per_pair * sum(num_pairs(span, window) for span in batch.lengths)
-        num_rows = len(batch.rows_N) if batch.distinct is None else len(batch.distinct.rows_M)
-        return self.of_token * len(batch.tokens_T) + self.of_row * num_rows + pairs
+        return self.of_token * len(batch.tokens_T) + self.of_row * batch.num_computed + pairs
 
 
 def num_pairs(span: Span, window: int) -> int:

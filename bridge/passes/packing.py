@@ -32,7 +32,7 @@ which is computed once (`distinct`).
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, islice, pairwise, repeat
 from typing import NamedTuple, TypeVar
 
@@ -49,8 +49,8 @@ from bridge.types import Images
 Value = TypeVar("Value", int, float, tuple[float, int])
 KEEP_ALL = float(np.finfo(np.float32).min), 0
 """A threshold below every logit; the count has no effect."""
-MOST_WORDS = 2**31
-"""More than any vocabulary has."""
+NUM_VALUES = 2**32
+"""More than any column has that tells rows apart: token ids, counts, and float32 thresholds as bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +136,11 @@ class Targets(NamedTuple):
 
 
 class Distinct(NamedTuple):
-    """The rows of a micro-batch without repetitions, M <= N."""
+    """Which rows of a micro-batch to compute so that none is repeated, M <= N."""
 
-    rows_M: Tensor
-    targets_M: Tensor
+    chosen_M: Tensor
     of_rows_N: Tensor
-    """For each row, its index among them."""
+    """For each row, its index among the chosen ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +178,22 @@ class MicroBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.indices)
+
+    @property
+    def num_computed(self) -> int:
+        """Number of rows to compute."""
+        return len(self.rows_N if self.distinct is None else self.distinct.chosen_M)
+
+    def of_rows(self, chosen_M: Tensor) -> "MicroBatch":
+        """Return the same tokens with only some of the rows, in their order, to compute their log-probabilities."""
+        return replace(
+            self,
+            rows_N=self.rows_N[chosen_M],
+            targets_N=self.targets_N[chosen_M],
+            kept=None if self.kept is None else Kept(*(of_rows_N[chosen_M] for of_rows_N in self.kept)),
+            several=None if self.several is None else self.several.rows(chosen_M),
+            distinct=None,
+        )
 
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
@@ -282,12 +297,13 @@ class _Layout:
             for values in (self._tokens, self._positions, self._starts, self._key_starts, keys, rows, targets)
         ]
         self.integers.append(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
-        self.has_distinct = repeats and not has_several and not is_filtered
-        if self.has_distinct:
-            pairs_N = np.array(rows) * MOST_WORDS + np.array(targets)
-            pairs_M, of_rows_N = np.unique(pairs_N, return_inverse=True)
-            self.integers += [torch.from_numpy(each) for each in (*np.divmod(pairs_M, MOST_WORDS), of_rows_N)]
-        self.integers += [torch.from_numpy(np.concatenate([ids for ids, _ in several]))] if has_several else []
+        ids_NK = np.concatenate([ids for ids, _ in several]) if has_several else np.array(targets)
+        ids_NK = ids_NK.reshape(len(rows), -1)
+        self.has_distinct = repeats
+        if repeats:
+            chosen = _distinct(np.array(rows), ids_NK, [*chain.from_iterable(kept)])
+            self.integers += [torch.from_numpy(each) for each in chosen]
+        self.integers += [torch.from_numpy(ids_NK.ravel())] if has_several else []
         self.floats = [
             torch.from_numpy(np.array(list(chain.from_iterable(values)), dtype=np.float32))
             for values in (
@@ -358,6 +374,18 @@ def _first_targets(sample: Sample) -> Iterable[int]:
     return sample.targets or of_prompt + of_sampled(sample.token_ids, sample.sampled)  # type: ignore[return-value]
 
 
+def _distinct(
+    rows_N: NDArray[np.int64], ids_NK: NDArray[np.int64], kept: Sequence[tuple[float, int]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of the rows that repeat no earlier one, [M], and for each row its index among them, [N]."""
+    thresholds_N, counts_N = np.array(kept, dtype=np.float32).reshape(-1, 2).T
+    of_kept = [np.ascontiguousarray(thresholds_N).view(np.uint32).astype(np.int64), counts_N.astype(np.int64)]
+    numbers_N = rows_N
+    for column_N in (*ids_NK.T, *(of_kept if kept else [])):
+        _, chosen_M, numbers_N = np.unique(numbers_N * NUM_VALUES + column_N, return_index=True, return_inverse=True)
+    return chosen_M, numbers_N
+
+
 def _filled(sample: Sample, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return the targets of a sample's rows and their weights, flattened and padded with targets of weight 0."""
     own = max(1, sample.num_targets)
@@ -384,7 +412,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
     batches = []
     for layout in layouts:
         tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
-        distinct = Distinct(*islice(integers, 3)) if layout.has_distinct else None
+        distinct = Distinct(*islice(integers, 2)) if layout.has_distinct else None
         ids = next(integers).view(-1, layout.width) if layout.width else None
         sampled_logprobs_N, advantages_N, weights_N, thresholds_N, counts_N = islice(floats, 5)
         several = None if ids is None else Targets(ids, next(floats).view(-1, layout.width))

@@ -70,17 +70,17 @@ class PreparedModel:
         """
         head_VH, bias_V, transform = head_of(self.model, temperature)
         hidden_LH = self.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
-        rows = None if self.slices is None else Rows(self.slices, batch)
-        own = batch if rows is None else rows.own
-        chosen = own.rows_N if own.distinct is None else own.distinct.rows_M
-        targets = own.targets_N if own.distinct is None else own.distinct.targets_M
-        targets = targets if own.several is None else own.several.ids_NK
+        without_repeats = batch if batch.distinct is None else batch.of_rows(batch.distinct.chosen_M)
+        rows = None if self.slices is None else Rows(self.slices, without_repeats)
+        own = without_repeats if rows is None else rows.own
+        hidden_NH = hidden_LH.index_select(0, own.rows_N)
         words = None if self.parallel is None else self.parallel.head_words
-        hidden_NH = hidden_LH.index_select(0, chosen)
+        targets = own.targets_N if own.several is None else own.several.ids_NK
         computed = token_logprobs(hidden_NH, head_VH, bias_V, targets, transform, self.is_compiled, own.kept, words)
-        if own.distinct is not None:
-            computed = computed[0][own.distinct.of_rows_N], computed[1][own.distinct.of_rows_N]
-        return computed if rows is None else rows.of_all(*computed)
+        logprobs, entropies = computed if rows is None else rows.of_all(*computed)
+        if batch.distinct is None:
+            return logprobs, entropies
+        return logprobs[batch.distinct.of_rows_N], entropies[batch.distinct.of_rows_N]
 
     def own_hidden(
         self,

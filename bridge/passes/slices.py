@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes.attention import Attended, Spans
-from bridge.passes.packing import Kept, MicroBatch
+from bridge.passes.packing import MicroBatch
 from bridge.passes.recurrence import is_stateful
 from bridge.ranks.world import Ranks
 
@@ -123,14 +123,8 @@ class Rows:
         self._counts: list[int] = slices_N.bincount(minlength=slices.size).tolist()
         self._order_N = slices_N.argsort(stable=True)
         own_M = self._order_N.split(self._counts)[slices.rank]
-        self.own = replace(
-            batch,
-            rows_N=batch.rows_N[own_M] - slices.rank * length,
-            targets_N=batch.targets_N[own_M],
-            kept=None if batch.kept is None else Kept(*(of_rows_N[own_M] for of_rows_N in batch.kept)),
-            several=None if batch.several is None else batch.several.rows(own_M),
-            distinct=None,
-        )
+        own = batch.of_rows(own_M)
+        self.own = replace(own, rows_N=own.rows_N - slices.rank * length)
         """The pack with only the rows of this rank's slice, as indices in that slice."""
 
     def of_all(self, logprobs_M: Tensor, entropies_M: Tensor) -> tuple[Tensor, Tensor]:

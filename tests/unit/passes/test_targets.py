@@ -122,7 +122,7 @@ def test_several_targets_need_no_more_products_or_memory() -> None:
 def sample(prompt: tuple[int, ...], *token_ids: int, **changes: Any) -> Sample:
     numbers = tuple(map(float, range(len(token_ids))))
     known: dict[str, Any] = {"sampled_logprobs": numbers, "advantages": numbers, "weight": 1.0}
-    return Sample(prompt_token_ids=prompt, token_ids=token_ids, **known, **changes)
+    return Sample(prompt_token_ids=prompt, token_ids=token_ids, **known | changes)
 
 
 def pack(samples: list[Sample], max_tokens: int = 1000, *, share_prompts: bool = False) -> list[MicroBatch]:
@@ -238,9 +238,45 @@ def test_rows_of_a_shared_prompt_are_computed_once() -> None:
     assert batch.distinct is not None
     assert len(batch.rows_N) == 7 + 6 + 4 + 3
     num_repeated = 4 + 2  # all prompt rows of the second sample, and those of the third that have the same targets
-    assert len(batch.distinct.rows_M) == len(batch.rows_N) - num_repeated
-    assert torch.equal(batch.distinct.rows_M[batch.distinct.of_rows_N], batch.rows_N)
-    assert torch.equal(batch.distinct.targets_M[batch.distinct.of_rows_N], batch.targets_N)
+    assert len(batch.distinct.chosen_M) == batch.num_computed == len(batch.rows_N) - num_repeated
+    chosen_N = batch.distinct.chosen_M[batch.distinct.of_rows_N]
+    assert torch.equal(batch.rows_N[chosen_N], batch.rows_N)
+    assert torch.equal(batch.targets_N[chosen_N], batch.targets_N)
+
+
+def with_several(one: Sample) -> Sample:
+    """Return a sample with a second target per row, 50."""
+    first: Any = one.targets or (*one.prompt_token_ids[-one.num_prompt_rows :], *one.token_ids)
+    return replace(one, targets=tuple((token, 50) for token in first))
+
+
+def test_rows_with_several_targets_are_computed_once() -> None:
+    model = model_of(torch.float64)
+    attention.choose(model, attention.NAME)
+    samples = with_prompt_rows()
+    whole, several = (pack(given, share_prompts=True)[0] for given in (samples, [*map(with_several, samples)]))
+    assert several.num_computed == whole.num_computed < len(several.rows_N)
+    of_rows_N, of_rows_NK = (PreparedModel(model).logprobs(batch, 1.0)[0] for batch in (whole, several))
+    found, expected = (
+        dict(zip(batch.indices, rows.split([samples[index].num_trained for index in batch.indices]), strict=True))
+        for batch, rows in ((several, of_rows_NK[:, 0]), (whole, of_rows_N))
+    )
+    assert found.keys() == expected.keys()
+    for index, rows in expected.items():
+        torch.testing.assert_close(found[index], rows)
+
+
+def test_rows_with_other_kept_words_are_computed_apart() -> None:
+    one, other = (
+        sample((1, 2, 3), 4, advantages=(0.0, 0.0), num_prompt_rows=1, sampled_logprobs=(0.0, 0.0), kept=kept)
+        for kept in (((-1.5, 3), (0.5, 2)), ((-1.5, 3), (0.5, 1)))
+    )
+    (batch,) = pack([one, other], share_prompts=True)
+    assert (len(batch.rows_N), batch.num_computed) == (4, 3)
+    assert batch.kept is not None
+    assert batch.distinct is not None
+    for values_N in batch.kept:
+        assert torch.equal(values_N[batch.distinct.chosen_M][batch.distinct.of_rows_N], values_N)
 
 
 def exact_terms(model: PreTrainedModel, one: Sample) -> Tensor:
@@ -284,7 +320,8 @@ def of_slices(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     attention.choose(model, attention.NAME)
     prepared = PreparedModel(model)
     prepared.slices = slices.cut(model, ranks.cp_group)
-    (batch,) = pack(random_samples())
+    (batch,) = pack([*random_samples(), *with_prompt_rows()], share_prompts=True)
+    assert batch.num_computed < len(batch.rows_N)
     results = list[list[Tensor]]()
     for is_cut in (False, True):
         model.zero_grad()
