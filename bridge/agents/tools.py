@@ -29,6 +29,8 @@ LONGEST_ANSWER = 10_000
 """Maximum length of a tool result, and of the text that `reset` adds; longer texts are truncated, with a note."""
 PARTS = ("text", "image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
 """Types of the parts of a message's content, which TRL passes on to the chat template."""
+SOURCES = ("url", "path", "base64")
+"""Keys of a part, other than its type, that may hold its content."""
 EXPECTED = "a finite number, one per turn, or a dict of finite numbers"
 
 
@@ -162,12 +164,19 @@ def _text(result: Any) -> str:
     Raises:
         TypeError: a part is not text.
     """
-    is_list = isinstance(result, list) and bool(result) and all(isinstance(part, Mapping) for part in result)
-    if not is_list or not all(part.get("type") in PARTS for part in result):
+    if not isinstance(result, list) or not result or not all(map(_is_part, result)):
         return str(result)
     if other := next((part["type"] for part in result if part["type"] != "text"), None):
         raise TypeError(f"returned a part of the type {other}, expected text")
-    return "".join(str(part.get("text")) for part in result)
+    return "".join(part["text"] for part in result)
+
+
+def _is_part(entry: object) -> bool:
+    """Return whether an entry of a result is a part of a message's content, rather than data with a type."""
+    kind = entry.get("type") if isinstance(entry, Mapping) else None
+    if not isinstance(entry, Mapping) or kind not in PARTS:
+        return False
+    return isinstance(entry.get("text"), str) if kind == "text" else any(key in entry for key in (kind, *SOURCES))
 
 
 def _cut(text: str) -> str:

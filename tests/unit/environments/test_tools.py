@@ -285,7 +285,10 @@ def test_reset_observation_is_truncated_like_a_tool_result(tmp_path: Path) -> No
     [
         ("[{'type': 'text', 'text': 'It is '}, {'type': 'text', 'text': '19.'}]", "It is 19."),
         ("[{'type': 'text', 'text': 'See:'}, {'type': 'image', 'image': 'x'}]", "image, expected text"),
+        ("[{'type': 'image', 'url': 'x'}]", "image, expected text"),
         ("[{'type': 'film', 'text': 'x'}]", "[{'type': 'film', 'text': 'x'}]"),
+        ("[{'type': 'text', 'name': 'a.txt'}]", "[{'type': 'text', 'name': 'a.txt'}]"),
+        ("[{'type': 'video', 'title': 'x'}]", "[{'type': 'video', 'title': 'x'}]"),
         ("[]", "[]"),
         ("{'type': 'text', 'text': 'x'}", "{'type': 'text', 'text': 'x'}"),
         ("None", "None"),
