@@ -181,10 +181,10 @@ class Adapters(Trainer):
                     folder = await asyncio.wrap_future(snapshot.saved)
                     await asyncio.to_thread(self._client.load_adapter, name, folder)
                     snapshot.is_loaded = True
+            await asyncio.shield(self._drop_old())  # canceled midway, it would leave folders behind
         except BaseException:
             snapshot.num_sampling -= 1
             raise
-        await self._drop_old()
         return name
 
     def sampled(self, client: SamplingClient, name: str) -> None:  # noqa: ARG002 - the base class's

@@ -27,6 +27,7 @@ from bridge.tinker import service as service_module
 from bridge.tinker.adapters import Adapters
 from bridge.tinker.paths import Checkpoints
 from bridge.tinker.service import Service
+from bridge.tinker.training import SamplingClient
 from bridge.tinker.wire import Datum, PassRequest
 from bridge.weights.adapter import AdapterCopy
 from tests.scenarios import LiveServer
@@ -163,6 +164,33 @@ def test_a_snapshot_without_disk_space_is_said_when_sampled(service: Service, mo
         assert "cannot write" in error
         assert "No space left on device" in error
         assert "tokens" in await sample(service, await client(service, model, 2))
+
+    run(scenario())
+
+
+def test_a_canceled_request_keeps_no_snapshot(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        await client(service, await new_model(service), 1)
+        trainer = service.trainer
+        assert isinstance(trainer, Adapters)
+        ((name, snapshot),) = trainer._snapshots.items()
+        is_dropping, may_end, has_dropped = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def drop_slowly() -> None:
+            is_dropping.set()
+            await may_end.wait()
+            has_dropped.set()
+
+        monkeypatch.setattr(trainer, "_drop_old", drop_slowly)
+        asked = asyncio.ensure_future(trainer.served_name(SamplingClient(snapshot=name)))
+        await is_dropping.wait()
+        assert snapshot.num_sampling == 1
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert snapshot.num_sampling == 0
+        may_end.set()
+        await asyncio.wait_for(has_dropped.wait(), 60)
 
     run(scenario())
 
