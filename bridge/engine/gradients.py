@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -227,6 +227,9 @@ def _fault(sample: Sample, num_words: int) -> str:
     num_sampled = len(sample.token_ids) if sample.sampled is None else sum(sample.sampled)
     if not num_sampled:
         return "has no sampled token"
+    num_rows: Any = sample.num_prompt_rows
+    if not isinstance(num_rows, Integral):
+        return f"has {described(num_rows)} as num_prompt_rows, expected an integer"
     if not 0 <= sample.num_prompt_rows < len(sample.prompt_token_ids):
         return f"has {sample.num_prompt_rows} prompt rows and a prompt of {len(sample.prompt_token_ids)} tokens"
     num_sampled += sample.num_prompt_rows

@@ -508,6 +508,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "flags": ({"sampled": (True,)}, "3 tokens but 1 flags"),
     "unsampled": ({"sampled": (False,) * 3}, "no sampled token"),
     "kept": ({"kept": ((0.0, 1),)}, "3 sampled tokens and 1 kept"),
+    "number of prompt rows": ({"num_prompt_rows": 0.0}, "0.0 as num_prompt_rows, expected an integer"),
+    "too many prompt rows": ({"num_prompt_rows": 99}, "99 prompt rows and a prompt of"),
     "infinite": ({"advantages": (1.0, math.inf, 1.0)}, "an advantage of inf"),
     "none": ({"advantages": (1.0, None, 1.0)}, "cannot be used"),
     "weight": ({"weight": None}, "None as weight"),
