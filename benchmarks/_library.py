@@ -30,12 +30,14 @@ class Program:
     work: Work
     variant: Sequence[str]
     """The optimizer, followed by flags of `bridge run`."""
+    module: str = "benchmarks._library"
+    """The program."""
 
     @property
     def argv(self) -> list[str]:
         """The command that runs the program until it is killed."""
         work = {name: getattr(self.work, name) for name in ("completions", "group", "tokens", "share")}
-        return [sys.executable, "-m", "benchmarks._library", str(self.model), json.dumps(work), *self.variant]
+        return [sys.executable, "-m", self.module, str(self.model), json.dumps(work), *self.variant]
 
 
 def main() -> None:

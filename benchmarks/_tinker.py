@@ -10,16 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import bridge
 from benchmarks import _sides
-from benchmarks._library import choices
+from benchmarks._library import Program, choices
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
 from bridge.core.address import free_port
@@ -29,28 +29,6 @@ BASE = "base"
 """The model's name for clients."""
 MOST_ADAPTERS = 4
 KEY = "tml-benchmark"
-
-
-@dataclass(frozen=True)
-class Program:
-    """The arguments of the program that serves and trains."""
-
-    model: Path
-    work: Work
-    variant: Sequence[str]
-    """The optimizer, followed by flags of `bridge run`."""
-
-    @property
-    def argv(self) -> list[str]:
-        """The command that runs the program until it is killed."""
-        return [
-            sys.executable,
-            "-m",
-            "benchmarks._tinker",
-            str(self.model),
-            json.dumps(asdict(self.work)),
-            *self.variant,
-        ]
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def _server(options: argparse.Namespace, work: Work, model: Path, scratch: Path)
 
 
 class Client:
-    """A client in a process of its own."""
+    """A client that runs in a separate process."""
 
     def __init__(self, held: ExitStack, options: argparse.Namespace, work: Work, model: Path, port: int) -> None:
         """Start it; it ends with `held`."""

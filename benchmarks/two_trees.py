@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import _library, _results, _sides, _stamped, _tinker
+from benchmarks import _library, _results, _sides, _stamped
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
@@ -89,8 +89,8 @@ def main() -> None:
             for name, checkout in (("old", options.old), ("new", options.new)):
                 say(f"{name}: starting {checkout}")
                 if name == "new" and (options.library or options.tinker):
-                    module = _tinker if options.tinker else _library
-                    argv = module.Program(model, work, shlex.split(options.variant)).argv
+                    module = "benchmarks._tinker" if options.tinker else "benchmarks._library"
+                    argv = _library.Program(model, work, shlex.split(options.variant), module).argv
                 else:
                     argv = side.argv(work, model, Path(scratch, name), ENDLESS)
                 trees.append(_start(name, checkout.absolute(), argv, scratch))

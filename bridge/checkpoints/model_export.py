@@ -297,7 +297,7 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
 
 
 def _adapted_part(source: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model that an adapter was trained on: `model`, or its language model as a model of its own.
+    """Return the model that an adapter was trained on: `model` itself, or only its language model.
 
     Trainers load a model with images as its language model alone if they train on text. The adapter's modules then
     lack the prefix that they have in the whole model. Both models share all modules.
@@ -309,7 +309,7 @@ def _adapted_part(source: Path, model: PreTrainedModel) -> PreTrainedModel:
     try:
         with init_empty_weights():
             alone: PreTrainedModel = AutoModelForCausalLM.from_config(model.config.get_text_config())
-    except ValueError:  # this family has no language model of its own
+    except ValueError:  # transformers has no class for this family's language model alone
         return model
     setattr(alone, alone.base_model_prefix, model.get_decoder())
     alone.set_output_embeddings(model.get_output_embeddings())
@@ -368,7 +368,7 @@ def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) ->
     """Refuse an adapter with tensors that do not fit the model: PEFT would drop them silently.
 
     With an adapter on the embedding or the head, PEFT also saves and loads the full base tensor, which is accepted. If
-    the embedding was resized, PEFT saves some of its own tensors there twice, the second time by their inner names.
+    the embedding was resized, PEFT saves some of its tensors twice, once under their internal names.
     """
     held = {name: torch.empty(part.shape, device="meta") for name, part in headers(source / ADAPTER_WEIGHTS).items()}
     settings = adapted.peft_config[adapted.active_adapter]

@@ -365,9 +365,9 @@ class Policy:
             self._adapter = adapter
 
     def snapshot(self, name: str) -> Future[Path]:
-        """Save the adapter in use, as it is now, as a temporary folder for the server, without an fsync.
+        """Save the current state of the adapter in use to a temporary folder for the server, without an fsync.
 
-        It is written in a separate thread; the future's result is the folder, or the UsageError that says why not. It
+        A separate thread writes it; the future's result is the folder, or the UsageError that says why not. It
         is removed with the policy.
         """
         with self._alone("snapshot"):

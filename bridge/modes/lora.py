@@ -393,7 +393,7 @@ class LoraOnRequest(LoraDisk):
         self.revive(None)
 
     def snapshot(self, name: str) -> Future[Path]:
-        """Save the adapter as it is now, in a separate thread, as a scratch folder, which is the future's result."""
+        """Copy the adapter, and let a separate thread save the copy; the future's result is its scratch folder."""
         while len(self._saving) >= MOST_SAVING:
             wait([self._saving.popleft()])
         copied = self._adapter.copied()

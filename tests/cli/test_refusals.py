@@ -361,7 +361,7 @@ def refused_early(folder: Path, commands: Sequence[Sequence[str]]) -> list[str]:
     return errors
 
 
-def test_missing_files_and_taken_ports_are_refused_before_slow_imports(tmp_path: Path) -> None:
+def test_early_refusals_come_before_slow_imports(tmp_path: Path) -> None:
     missing = [[command, *flags] for command in ("run", "train") for flags in AT_ONCE.values()]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
