@@ -116,8 +116,14 @@ def strikes(trainer: Trainer) -> dict[str, Callable[[], None]]:
 
         return strike
 
+    def killed_before_the_answer() -> None:
+        stop(server_of(trainer), until=f"! kill -0 {os.getpid()}")  # a slow exit outlasts the server's pause
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    is_pending = trainer.disturbance.phase == "pause pending"
     return {
         **{name: signalling(number) for name, number in SIGNALS.items()},
+        **({"SIGKILL": killed_before_the_answer} if is_pending else {}),
         **{name: raising(kind) for name, kind in ERRORS.items()},
         "SIGKILL of the server": lambda: server_of(trainer).kill(),
         "SIGKILL of the engine": lambda: engine_of(trainer).kill(),
@@ -142,10 +148,12 @@ def engine_of(trainer: Trainer) -> psutil.Process:
     return engines[0] if engines else server
 
 
-def stop(process: psutil.Process) -> None:
-    """Suspend a process for a while; it continues even if this process exits."""
+def stop(process: psutil.Process, *, until: str | None = None) -> None:
+    """Suspend a process for a while, or until a shell condition holds; it continues even if this process exits."""
+    wait = f"sleep {STOPPED_S}" if until is None else f"until {until}; do sleep 0.05; done"
     process.suspend()
-    subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {process.pid}"], start_new_session=True)
+    command = ["sh", "-c", f"{wait}; kill -CONT {process.pid}"]
+    subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
 def ask(request: str, *, limit_s: float | None = None) -> None:
