@@ -55,146 +55,122 @@ from tests.unit.http_server import Answer, HttpRequest, as_json, serving
 from tests.unit.openai_server import openai
 
 TRL, OURS = Side("trl", "16"), Side("bridge", "adamw-8bit --liger-kernel")
+TRL_ON_TWO = Side("trl", "16 --gpus 2")
 GIB = 2**30
 REGIONAL = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 
 
-def trl_line(step: int, generation_s: float = 1.0) -> dict[str, float]:
-    return {
-        "step": step, "tokens": 512, "generation_s": generation_s, "training_s": 3.0, "old_logprobs_s": 0.5,
-        "optimizer_s": 0.25, "sync_s": 0.125, "peak_allocated_gib": 50.0 + step,
-    }  # fmt: skip
-
-
-def our_line(step: int) -> dict[str, float]:
-    return {
-        "step": step, "tokens_generated": 512, "rollout_s": 1.0, "train_s": 1.5, "fence_pause_s": 0.0625,
-        "fence_write_s": 0.25, "fence_publish_s": 0.0625, "peak_memory_gib": 20.0,
-    }  # fmt: skip
-
-
-def run_of(lines: list[dict[str, float]], *, step_s: float, peak_gib: float, kv_cache_gib: float = 10.0) -> Run:
+def run_of(lines: list[dict[str, float]], *, step_s: float, peak_gib: float) -> Run:
     return Run(
         stamps=[100 + step_s * number for number in range(len(lines))], lines=lines, seconds=60.0,
-        baseline_bytes=GIB, peak_bytes=int((peak_gib + 1) * GIB), kv_cache_gib=kv_cache_gib,
+        baseline_bytes=GIB, peak_bytes=int((peak_gib + 1) * GIB), kv_cache_gib=10.0,
     )  # fmt: skip
 
 
-def rows() -> list[_figures.Row]:
-    slow = run_of([trl_line(n) for n in range(1, 5)], step_s=4.5, peak_gib=110)
-    ours = run_of([our_line(n) for n in range(1, 5)], step_s=3.0, peak_gib=90)
-    made = [_figures.row(TRL, [slow], warm_up=2), _figures.row(OURS, [ours], warm_up=2)]
-    return _figures.compare(made, weights_gib=14.2)
-
-
-def test_steps_exclude_warm_up() -> None:
-    run = Run(stamps=[0.0, 100.0, 104.5, 109.0], lines=[trl_line(n) for n in range(1, 5)])
-    steps = _figures.steps_of(TRL, run, warm_up=2)
-    assert [step["step_s"] for step in steps] == [4.5, 4.5]
-    assert steps[0]["other_s"] == 4.5 - 1.0 - 3.0 - 0.25 - 0.125
-
-
-def test_row_has_median_step_and_largest_peak() -> None:
-    lines = [trl_line(1), trl_line(2, 1.0), trl_line(3, 9.0)]
-    runs = [run_of(lines, step_s=4.5, peak_gib=100), run_of([trl_line(1), trl_line(2, 2.0)], step_s=5.5, peak_gib=99)]
-    row = _figures.row(TRL, runs, warm_up=1)
-    assert (row["num_steps"], row["generation_s"], row["step_s"]) == (3, 2.0, 4.5)
-    assert (row["peak_device_gib"], row["peak_without_kv_gib"], row["peak_allocated_gib"]) == (100, 90, 53)
-    assert _figures.row(TRL, runs, warm_up=1, differ=True)["generation_s"] == 4.0, "steps that differ are averaged"
-    sleeping = _figures.row(Side("trl", "16 --sleep --liger"), runs, warm_up=1)
+def test_runs_become_compared_rows_of_a_table(tmp_path: Path) -> None:
+    trl_line = {
+        "tokens": 512, "generation_s": 1.0, "training_s": 3.0, "old_logprobs_s": 0.5, "optimizer_s": 0.25,
+        "sync_s": 0.125, "peak_allocated_gib": 50.0,
+    }  # fmt: skip
+    our_line: dict[str, Any] = {
+        "tokens_generated": 512, "rollout_s": 1.0, "train_s": 1.5, "fence_pause_s": 0.0625, "fence_write_s": 0.25,
+        "fence_publish_s": 0.0625, "peak_memory_gib": 20.0, "train_tokens_per_s": 800.0, "rerouted_share": None,
+    }  # fmt: skip
+    slow = run_of([{**trl_line, "generation_s": seconds} for seconds in (9.0, 1.0, 1.0, 4.0)], step_s=4.5, peak_gib=110)
+    fast = run_of([{**our_line, "mismatch_kl": kl} for kl in (9.0, 0.001, 0.003)], step_s=3, peak_gib=90)
+    steps = _figures.steps_of(TRL, slow, warm_up=2)
+    assert [step["other_s"] for step in steps] == [4.5 - 1.0 - 3.0 - 0.25 - 0.125, 4.5 - 4.0 - 3.0 - 0.25 - 0.125]
+    assert _figures.row(TRL, [slow], warm_up=1)["generation_s"] == 1.0, "a median"
+    assert _figures.row(TRL, [slow], warm_up=1, differ=True)["generation_s"] == 2.0, "steps that differ are averaged"
+    sleeping = _figures.row(Side("trl", "16 --sleep --liger"), [slow], warm_up=1)
     assert "peak_without_kv_gib" not in sleeping, "its peak holds no KV cache"
 
-
-def test_row_of_bridge_has_means_per_gpu() -> None:
-    side = Side("bridge", "adamw --tensor-parallel-size 2")
-    measured: dict[str, Any] = {"train_tokens_per_s": 800.0, "mfu": 0.25, "rerouted_share": None}
-    lines = [{**our_line(n), **measured, "mismatch_kl": kl} for n, kl in enumerate((9.0, 0.001, 0.003))]
-    row = _figures.row(side, [run_of(lines, step_s=3, peak_gib=90)], warm_up=1)
-    assert (row["trained_per_gpu"], row["mfu"], row["mismatch_kl"]) == (400, 0.25, 0.002)
-    head, line = _figures.table([row]).splitlines()
-    assert "rerouted" not in head
-    assert "0.002000" in line
-
-
-def test_bridge_is_compared_with_trl() -> None:
-    trl, ours = rows()
+    sides = {
+        TRL: slow,
+        OURS: fast,
+        Side("bridge", f"{OURS.variant} --gpus 2"): fast,
+        TRL_ON_TWO: Run(failure="no memory"),
+    }
+    rows = _figures.scale({side: _figures.row(side, [run], warm_up=1) for side, run in sides.items()})
+    trl, ours, both, failed = _figures.compare(rows, weights_gib=14.2)
     assert (trl["speed"], ours["speed"], ours["memory_saved_gib"]) == (1, 1.5, 20)
     assert ours["is_fast_enough"]
     assert ours["is_small_enough"]
-    lines = _figures.table([trl, ours]).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert "1.50x" in lines[2]
+    assert (ours["mismatch_kl"], ours["trained_per_gpu"], both["trained_per_gpu"]) == (0.002, 800, 400)
+    assert (both["scaling"], "scaling" in trl, "scaling" in failed) == (1.0, False, False)
+    head, *lines, fault = _figures.table([trl, ours, both, failed]).splitlines()
+    assert "rerouted" not in head
+    assert {len(line) for line in lines} == {len(head)}
+    assert "1.50x" in lines[1]
+    assert fault == "trl 16 --gpus 2: no memory"
 
-
-def test_failed_run_is_a_row_with_its_error() -> None:
-    failed = _figures.row(TRL, [Run(failure="CUDA out of memory")], warm_up=2)
-    compared = _figures.compare([failed, rows()[1]], weights_gib=1.0)
-    assert "trl 16: CUDA out of memory" in _figures.table(compared)
-    json.dumps(compared, allow_nan=False)
+    path = _results.write("grpo", {"tiny": {"rows": rows}}, tmp_path / "results")
+    document = json.loads(path.read_text())
+    assert path.name.startswith("grpo-")
+    assert {"bridge", "vllm", "torch"} <= set(document["versions"])
+    assert document["results"]["tiny"]["rows"][3]["failures"] == ["no memory"]
 
 
 def test_dummy_weights_come_from_a_vllm_plugin(tmp_path: Path) -> None:
     environment = _dummy_weights.installed(tmp_path, {"PYTHONPATH": "other", "VLLM_PLUGINS": "bridge"})
     assert environment["PYTHONPATH"] == f"{tmp_path}{os.pathsep}other"
     assert environment["VLLM_PLUGINS"] == f"bridge,{_dummy_weights.NAME}"
-    assert "VLLM_PLUGINS" not in _dummy_weights.installed(tmp_path, {})
     (distribution,) = metadata.distributions(path=[str(tmp_path)])
     (plugin,) = distribution.entry_points
     assert (plugin.group, plugin.load()) == ("vllm.general_plugins", _dummy_weights.patch)
 
 
-def test_results_record_versions(tmp_path: Path) -> None:
-    path = _results.write("grpo", {"tiny": {"rows": rows()}}, tmp_path / "results")
-    document = json.loads(path.read_text())
-    assert path.name.startswith("grpo-")
-    assert {"bridge", "vllm", "torch"} <= set(document["versions"])
-    assert document["results"]["tiny"]["rows"][1]["speed"] == 1.5
+WORK = Work(completions=32, group=4, tokens=17)
+LENGTHS = Work(completions=32, tokens=4096, lengths="lognormal:600:0.6:4096")
 
 
-def test_both_sides_get_the_same_work(tmp_path: Path) -> None:
-    work = Work(completions=32, group=4, tokens=17)
-    trl = TRL.argv(work, tmp_path / "model", tmp_path, 5)
-    ours = OURS.argv(work, tmp_path / "model", tmp_path, 5)
-    flags = dict(zip(trl[4::2], trl[5::2], strict=True))
-    assert flags["--completions"] == ours[ours.index("--batch-size") + 1] == "32"
-    assert flags["--group"] == ours[ours.index("--group-size") + 1] == "4"
-    assert flags["--tokens"] == ours[ours.index("--max-new-tokens") + 1] == "17"
-    assert flags["--steps"] == ours[ours.index("--training-steps") + 1] == "5"
-    assert ours[ours.index("--optimizer") + 1 : ours.index("--")] == ["adamw-8bit", "--liger-kernel"]
+@pytest.mark.parametrize(
+    ("trl", "ours", "work", "same", "expected"),
+    [
+        ("16", "adamw", WORK, ("--completions", "--batch-size"), "32"),
+        ("16", "adamw", WORK, ("--group", "--group-size"), "4"),
+        ("16", "adamw", WORK, ("--tokens", "--max-new-tokens"), "17"),
+        ("16", "adamw", WORK, ("--steps", "--training-steps"), "5"),
+        ("16", "adamw", LENGTHS, ("--max-model-len", "--max-model-len"), "4224"),
+        (None, "adamw --gpus=4 --tensor-parallel-size 2", WORK, ("--batch-size", "--batch-size"), "128"),
+        (None, "adamw --gpus=4 --tensor-parallel-size 2", WORK, ("--max-num-seqs", "--max-num-seqs"), "64"),
+        (None, "adamw --mode none --trainer-device cuda:1", WORK, ("--batch-size", "--batch-size"), "64"),
+        (None, "adamw -- --max-num-seqs 256", WORK, ("--max-num-seqs", "--max-num-seqs"), "256"),
+    ],
+)
+def test_both_sides_get_the_same_work(
+    tmp_path: Path, trl: str | None, ours: str, work: Work, same: tuple[str, str], expected: str
+) -> None:
+    sides = [Side("bridge", ours)] if trl is None else [Side("trl", trl), Side("bridge", ours)]
+    for side in sides:
+        argv = side.argv(work, tmp_path / "model", tmp_path, 5)
+        flag = same[0] if side.name == "trl" else same[1]
+        last = max(index for index, argument in enumerate(argv) if argument == flag)
+        assert argv[last + 1] == expected, side.name
 
 
-def test_both_sides_get_the_same_work_per_gpu(tmp_path: Path) -> None:
-    work = Work(completions=32)
-    trl = Side("trl", "8 --gpus 4 --liger").argv(work, tmp_path, tmp_path, 5)
-    at = trl.index("benchmarks._trl")
-    settings = _trl.settings(_trl.flags().parse_args(trl[at + 1 :]))
-    assert trl[at - 3 : at] == ["--nproc-per-node", "4", "-m"]
+def test_trl_flags_become_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(REGIONAL, raising=False)
+    variant = "8 --gpus 4 --no-checkpointing --liger --attention flash --compile layers --sleep"
+    argv = Side("trl", variant).argv(WORK, tmp_path, tmp_path, 5)
+    at = argv.index("benchmarks._trl")
+    assert argv[at - 3 : at] == ["--nproc-per-node", "4", "-m"]
+    settings = _trl.settings(_trl.flags().parse_args(argv[at + 1 :]))
     assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 32, "of each process"
-    replicas = Side("bridge", "adamw --gpus=4 --tensor-parallel-size 2 -- --max-num-seqs 9")
-    argv = replicas.argv(work, tmp_path, tmp_path, 5)
-    assert argv[argv.index("--batch-size") + 1] == "128"
-    assert argv[argv.index("--max-num-seqs") + 1] == "64", "each server has two GPUs"
-    assert (replicas.gpus, replicas.on_one.variant) == (4, "adamw -- --max-num-seqs 9")
-    assert Side("bridge", "adamw --tensor-parallel-size 2").gpus == 2
+    assert settings["model_init_kwargs"]["attn_implementation"] == _flash.NAME
+    assert settings["vllm_enable_sleep_mode"]
+    assert TorchDynamoPlugin(backend="inductor").use_regional_compilation
+    assert settings["use_liger_kernel"]
+    assert not settings["gradient_checkpointing"]
 
-
-def test_split_sides_get_the_same_work(tmp_path: Path) -> None:
-    work = Work(completions=32, lengths="lognormal:600:0.6:4096")
-    trl, ours = Side("trl", "8 --async --optim x"), Side("bridge", "adamw --mode none --trainer-device cuda:1")
-    argv = trl.argv(work, tmp_path, tmp_path, 5)
-    assert argv[1:6] == ["-m", "benchmarks._trl_async", "8", "--optim", "x"]
-    options = _trl.common_flags(None).parse_args(argv[3:])
+    split = Side("trl", "8 --async --optim x").argv(LENGTHS, tmp_path, tmp_path, 5)
+    assert split[1:6] == ["-m", "benchmarks._trl_async", "8", "--optim", "x"]
+    options = _trl.common_flags(None).parse_args(split[3:])
     options.max_staleness, options.token_budget = 1, 8704
     settings = _trl_async.settings(options, "http://127.0.0.1:1")
     assert settings["token_budget"] == 8704
     assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
-    served = _servers.fed_command(options).argv
-    assert served[served.index("--max-num-seqs") + 1] == "64"
-    assert _lengths.MIDDLEWARE in served
-    ours_argv = ours.argv(work, tmp_path, tmp_path, 5)
-    assert ours_argv[ours_argv.index("--batch-size") + 1] == "64"
-    assert ours_argv[ours_argv.index("--max-num-seqs") + 1] == "64"
-    assert (trl.gpus, ours.gpus, OURS.is_split) == (2, 2, False)
+    assert _lengths.MIDDLEWARE in _servers.fed_command(options).argv
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -225,35 +201,12 @@ def test_flash_attention_matches_sdpa(compiled: bool, monkeypatch: pytest.Monkey
     _flash.check_used()
 
 
-def test_scaling_is_relative_to_one_gpu() -> None:
-    sides = {TRL: 4.0, Side("trl", "16 --gpus 2"): 8.0, OURS: 2.0, Side("bridge", f"{OURS.variant} --gpus 2"): 2.5}
-    made = {
-        side: _figures.row(side, [run_of([(our_line if side.name == "bridge" else trl_line)(n) for n in range(3)],
-                                         step_s=step_s, peak_gib=99)], warm_up=1)
-        for side, step_s in sides.items()
-    }  # fmt: skip
-    trl, trls, ours, both = _figures.compare(_figures.scale(made), weights_gib=14.2)
-    assert (trls["scaling"], both["scaling"]) == (0.5, 0.8)
-    assert (ours["speed"], both["speed"]) == (2.0, 3.2)
-    assert "scaling" not in trl
-    split = Side("trl", "16 --server")
-    assert "scaling" not in _figures.scale({split: made[TRL]})[0], "it has no other number of GPUs"
-    assert "scaling" not in _figures.scale({side: row for side, row in made.items() if side.gpus == 2})[0]
-
-
 def test_both_sides_get_the_same_lengths(tmp_path: Path) -> None:
-    work = Work(tokens=4096, lengths="lognormal:600:0.6:4096")
-    trl = TRL.argv(work, tmp_path / "model", tmp_path, 5)
-    ours = Side("bridge", "adamw --max-staleness 4 -- --max-num-seqs 256").argv(work, tmp_path, tmp_path, 5)
-    assert trl[trl.index("--max-model-len") + 1] == ours[ours.index("--max-model-len") + 1] == "4224"
-    assert trl[trl.index("--lengths") + 1] == _sides.environment(work)[_lengths.VARIABLE] == work.lengths
+    trl, ours = (side.argv(LENGTHS, tmp_path, tmp_path, 5) for side in (TRL, OURS))
+    assert trl[trl.index("--lengths") + 1] == _sides.environment(LENGTHS)[_lengths.VARIABLE] == LENGTHS.lengths
     assert ours[ours.index("--middleware") + 1] == _lengths.MIDDLEWARE
-    assert ours[-2:] == ["--max-num-seqs", "256"], "the last of several counts"
     assert _lengths.VARIABLE not in _sides.environment(Work())
-
-
-def test_lengths_follow_the_distribution() -> None:
-    lengths = Lognormal.parse("lognormal:600:0.6:4096")
+    lengths = Lognormal.parse(LENGTHS.lengths)
     prompts = [[number] for number in range(2000)]
     limits = lengths.of_each(prompts)
     assert limits == [lengths.of(prompt, 0) for prompt in prompts]
@@ -261,81 +214,50 @@ def test_lengths_follow_the_distribution() -> None:
     assert statistics.fmean(limits) == pytest.approx(600 * math.exp(0.6**2 / 2), rel=0.05)
     assert 2000 < max(limits) <= 4096
     assert lengths.of_each([[1], [2], [1]]) == [lengths.of([1], 0), lengths.of([2], 0), lengths.of([1], 1)]
-    assert Lognormal.parse("lognormal:600:0:100").of([1], 0) == 100
 
 
-def test_trl_flags_become_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = "8 --no-checkpointing --liger --attention flash --compile layers --sleep"
-    argv = Side("trl", variant).argv(Work(), tmp_path, tmp_path, 5)
-    monkeypatch.delenv(REGIONAL, raising=False)
-    settings = _trl.settings(_trl.flags().parse_args(argv[3:]))
-    assert settings["model_init_kwargs"]["attn_implementation"] == _flash.NAME
-    assert settings["vllm_enable_sleep_mode"]
-    assert settings["torch_compile"]
-    assert TorchDynamoPlugin(backend="inductor").use_regional_compilation
-    assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
-    assert settings["use_liger_kernel"]
-    assert not settings["gradient_checkpointing"]
-
-
-def test_kv_cache_size_is_read_from_the_log(tmp_path: Path) -> None:
-    line = "(Worker pid=1) INFO [gpu_worker.py:561] Available KV cache memory: 24.61 GiB\n"
-    log = tmp_path / "log"
-    log.write_text(line)
-    assert TRL.kv_cache_gib(log, tmp_path) == 24.61
-    assert OURS.kv_cache_gib(log, tmp_path) is None
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "serve.log").write_text(line.replace("24.61", "24.5"))
-    assert OURS.kv_cache_gib(log, tmp_path) == 24.5
-    assert Side("trl", "16 --server").kv_cache_gib(log, tmp_path) == 24.5
-
-
-def process(code: str, log: Path, *, num_lines: int = 2, limit_s: float = 60) -> Run:
-    argv = [sys.executable, "-u", "-c", code]
-    return _stamped.run(argv, os.environ, log, num_lines=num_lines, limit_s=limit_s)
-
-
-def test_process_is_stopped_after_its_last_line(tmp_path: Path) -> None:
-    run = process("import time\nfor step in (1, 2): print('{\"step\": %d}' % step)\ntime.sleep(600)", tmp_path / "log")
-    assert run.lines == [{"step": 1}, {"step": 2}]
-    assert run.stamps == sorted(run.stamps)
-    assert run.failure is None
-    assert run.peak_gib is None
-
-
-def test_process_that_dies_keeps_its_lines(tmp_path: Path) -> None:
-    code = "import sys; print('{}'); print('torch.OutOfMemoryError: CUDA out of memory. Tried', file=sys.stderr); 1 / 0"
-    run = process(code, tmp_path / "log")
-    assert run.lines == [{}]
-    assert run.failure == "torch.OutOfMemoryError: CUDA out of memory. Tried"
-
-
-def test_peak_memory_of_a_process_is_measured(tmp_path: Path) -> None:
-    used, measured = iter([1 * GIB, 3 * GIB, 9 * GIB]), tmp_path / "measured"
-
-    def used_bytes() -> int:
-        held = next(used, None)
-        if held is None:
-            measured.touch()
-        return held or 2 * GIB
-
-    code = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)"
+@pytest.mark.parametrize(
+    ("code", "lines", "failure"),
+    [
+        ("import time\nfor step in (1, 2): print('{\"step\": %d}' % step)\ntime.sleep(600)", 2, None),
+        (
+            "import sys; print('{}'); print('torch.OutOfMemoryError: CUDA out of memory', file=sys.stderr); 1 / 0",
+            1, "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+    ],
+    ids=["stopped after its last line", "died"],
+)  # fmt: skip
+def test_process_is_timed_until_its_last_line(tmp_path: Path, code: str, lines: int, failure: str | None) -> None:
+    used = iter([1 * GIB, 9 * GIB])
     run = _stamped.run(
-        [sys.executable, "-c", code, str(measured)], os.environ, tmp_path / "log",
-        num_lines=1, limit_s=60, used_bytes=used_bytes,
+        [sys.executable, "-u", "-c", code], os.environ, tmp_path / "log",
+        num_lines=2, limit_s=60, used_bytes=lambda: next(used, 2 * GIB),
     )  # fmt: skip
-    assert run.peak_gib == 8
+    assert (len(run.lines), run.failure, run.peak_gib) == (lines, failure, 8)
+    assert run.stamps == sorted(run.stamps)
 
 
-def test_trl_step_parts_do_not_overlap() -> None:
-    seconds = {"training_step": 5.0, "prepare": 2.5, "generation": 1.5, "sync": 0.25, "old_logprobs": 0.5,
-               "clip": 0.125, "optimizer": 0.25}  # fmt: skip
-    parts = _trl_times.parts(seconds)
-    assert parts["training_s"] == 5.0 - 2.5 + 0.125 + 0.5
-    assert (parts["generation_s"], parts["sync_s"], parts["optimizer_s"]) == (1.5, 0.25, 0.25)
+def test_startup_and_kv_cache_are_read_from_logs(tmp_path: Path) -> None:
+    log, server = tmp_path / "log", tmp_path / "run" / "serve.log"
+    server.parent.mkdir()
+    assert OURS.kv_cache_gib(log, tmp_path) is None
+    nothing: dict[str, object] = {"ready_s": None, "server_s": None, "phases_s": {}, "spawned_because": None}
+    assert startup.server_times(log, server, 0.0) == nothing
+    before = time.time()
+    server_log.begin_log(server, "started")
+    after, began_at = time.time(), before - 10
+    with server.open("a") as file:
+        file.write("WARNING We must use the `spawn` multiprocessing start method. Reasons: CUDA is initialized\n")
+        file.write("(Worker pid=1) INFO [gpu_worker.py:561] Available KV cache memory: 24.5 GiB\n")
+    log.write_text("mode x\nvLLM is ready after 52 s: importing packages 20 s, sizing the KV cache 3 s\n")
+    assert OURS.kv_cache_gib(log, tmp_path) == 24.5
+    times = startup.server_times(log, server, began_at)
+    assert 61 <= times.pop("ready_s") <= 62 + after - before, "the log has whole seconds"
+    phases = {"importing packages": 20, "sizing the KV cache": 3}
+    assert times == {"server_s": 52, "phases_s": phases, "spawned_because": "CUDA is initialized"}
 
 
-def test_trl_old_logprobs_are_passes_without_gradient() -> None:
+def test_parts_of_a_trl_step_do_not_overlap() -> None:
     def method(name: str) -> Callable[..., str]:
         return lambda *_: name
 
@@ -350,13 +272,18 @@ def test_trl_old_logprobs_are_passes_without_gradient() -> None:
     clock = _trl_times.Clock()
     _trl_times.watch(trainer, clock)
     trainer._get_per_token_logps_and_entropies()
-    assert "old_logprobs" not in clock.seconds
+    assert "old_logprobs" not in clock.seconds, "a pass with gradients is a part of training"
     with torch.no_grad():
         assert trainer._get_per_token_logps_and_entropies() == "logprobs"
     assert trainer.vllm_generation.generate() == "generate"
     assert set(clock.seconds) == {"old_logprobs", "generation"}
     assert clock.reward(["a", "b"], completion_ids=[[1, 2], [3]]) == [_work.reward("a"), _work.reward("b")]
     assert clock.num_tokens == 3
+    seconds = {"training_step": 5.0, "prepare": 2.5, "generation": 1.5, "sync": 0.25, "old_logprobs": 0.5,
+               "clip": 0.125, "optimizer": 0.25}  # fmt: skip
+    parts = _trl_times.parts(seconds)
+    assert parts["training_s"] == 5.0 - 2.5 + 0.125 + 0.5
+    assert (parts["generation_s"], parts["sync_s"], parts["optimizer_s"]) == (1.5, 0.25, 0.25)
 
 
 def test_task_rewards_differ() -> None:
@@ -378,15 +305,10 @@ def test_dummy_model_loads_and_never_ends(tmp_path: Path) -> None:
     assert len({tokenizer.decode([token]) for token in range(300, vocabulary)}) == vocabulary - 300
 
 
-def train_step_options(**others: object) -> argparse.Namespace:
-    return argparse.Namespace(
-        **{"completions": 4, "group": 2, "tokens": 3, "steps": 2, "warm_up": 1, "profile": False, **others}
-    )
-
-
 def test_train_step_measures_a_made_up_batch() -> None:
     case = Case("tiny", None, "optimizer=adamw-8bit micro_batch_tokens=300")
-    row = train_step.measure(case, train_step_options(profile=True), math.inf)
+    options = argparse.Namespace(completions=4, group=2, tokens=3, steps=2, warm_up=1, profile=True)
+    row = train_step.measure(case, options, math.inf)
     assert row["num_steps"] == 2
     assert row["step_s"] >= row["forward_backward_s"] > 0
     assert len(row["kernels"]) == train_step.TOP
@@ -417,22 +339,6 @@ def test_turns_sample_the_same_number_of_tokens(tmp_path: Path) -> None:
     assert row["tool_s"] > 0.04
     assert row["ratio"] == pytest.approx(row["one_turn_s"] / row["turns_s"])
     assert len(turns.table(row).splitlines()) == 2
-
-
-def test_startup_times_are_read_from_both_logs(tmp_path: Path) -> None:
-    log, server = tmp_path / "log", tmp_path / "serve.log"
-    nothing: dict[str, object] = {"ready_s": None, "server_s": None, "phases_s": {}, "spawned_because": None}
-    assert startup.server_times(log, server, 0.0) == nothing
-    before = time.time()
-    server_log.begin_log(server, "started")
-    after, began_at = time.time(), before - 10
-    with server.open("a") as file:
-        file.write("WARNING We must use the `spawn` multiprocessing start method. Reasons: CUDA is initialized\n")
-    log.write_text("mode x\nvLLM is ready after 52 s: importing packages 20 s, sizing the KV cache 3 s\n")
-    times = startup.server_times(log, server, began_at)
-    assert 61 <= times.pop("ready_s") <= 62 + after - before, "the log has whole seconds"
-    phases = {"importing packages": 20, "sizing the KV cache": 3}
-    assert times == {"server_s": 52, "phases_s": phases, "spawned_because": "CUDA is initialized"}
 
 
 def test_rates_send_the_same_requests_to_stock_vllm() -> None:

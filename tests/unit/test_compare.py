@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
-from benchmarks.compare import Agreement, Row
+from benchmarks.compare import Agreement
 
 
 def steps(*rewards: float, rollouts: str = "") -> list[dict[str, Any]]:
@@ -28,35 +28,20 @@ def steps(*rewards: float, rollouts: str = "") -> list[dict[str, Any]]:
     ]
 
 
-def made(mode: str, *, count: int = 10, before: float = 0.4, after: float = 0.8) -> Row:
-    return Row(
-        mode=mode, steps=count, sync_ms=1.0, weight_bytes=0, trainer_peak_gib=0.5, reward_before=before,
-        reward_after=after,
-    )  # fmt: skip
-
-
-def test_row_has_median_sync_and_last_peak() -> None:
-    summary = {"weight_bytes": 7, "reward_before": 0.25, "reward_after": 0.75}
-    row = compare.row("none", steps(0.1, 0.2, 0.3), summary)
-    assert row.sync_ms == pytest.approx(5.0)
+def test_comparison_fails_if_modes_disagree_or_do_not_learn() -> None:
+    row = compare.row("none", steps(0.1, 0.2, 0.3), {"weight_bytes": 7, "reward_before": 0.25, "reward_after": 0.75})
+    assert row.sync_ms == pytest.approx(5.0), "of the median step"
     assert (row.steps, row.weight_bytes, row.trainer_peak_gib) == (3, 7, 1.5)
-    assert (row.reward_before, row.reward_after) == (0.25, 0.75)
-
-
-def test_runs_are_compared_over_the_shorter_one() -> None:
-    agreement = compare.agree(("one", "two"), steps(0.5, 0.6, 0.7, 0.8), steps(0.5, 0.6, 0.5, rollouts="abx"))
-    assert agreement == Agreement(
+    shorter = compare.agree(("one", "two"), steps(0.5, 0.6, 0.7, 0.8), steps(0.5, 0.6, 0.5, rollouts="abx"))
+    assert shorter == Agreement(
         runs=("one", "two"), steps=3, same_rollouts=2, same_rewards=2, reward_diff_max=abs(0.7 - 0.5)
     )
-
-
-def test_comparison_fails_if_modes_disagree_or_do_not_learn() -> None:
-    rows = [made("shared_vllm"), made("none", count=3, after=0.4), made("lora_only, disk")]
-    agreement = Agreement(runs=("one", "two"), steps=3, same_rollouts=3, same_rewards=3, reward_diff_max=0.0)
+    rows = [row, replace(row, mode="lora_only, disk", steps=10)]
+    agreement = replace(shorter, same_rollouts=3, same_rewards=3, reward_diff_max=0.0)
     assert list(compare.judge(rows, [agreement], 10)) == []
-    assert [line.split()[0] for line in compare.table(rows).splitlines()[1:]] == ["shared_vllm", "none", "lora_only,"]
-    rows[2] = made("lora_only, disk", after=0.45)
-    first, second = compare.judge(rows, [replace(agreement, same_rollouts=2)], 10)
+    assert [line.split()[0] for line in compare.table(rows).splitlines()[1:]] == ["none", "lora_only,"]
+    rows[1] = replace(rows[1], reward_before=0.4, reward_after=0.45)
+    first, second = compare.judge(rows, [shorter], 10)
     assert "one | two: the same rollouts in 2 of 3 steps" in first
     assert second == "lora_only, disk gained 0.050, expected at least 0.1"
 

@@ -46,10 +46,8 @@ def test_seed_decides_the_faults_and_all_of_them_occur() -> None:
 
 
 def test_each_fault_is_one_line_and_violations_are_counted() -> None:
-    fake, lines = (
-        FakeGround([Proof("whole", "version 3"), NotWholeError("3 of 14 differ"), Proof("torn", "r")]),
-        list[str](),
-    )
+    fake = FakeGround([Proof("whole", "version 3"), NotWholeError("3 of 14 differ"), Proof("torn", "r")])
+    lines: list[str] = []
     outcomes = soak.soak(cast(Ground, fake), 0, lambda number: number == 3, lines.append)
     assert outcomes == {"whole": 1, soak.VIOLATION: 1, "torn": 1}
     assert len(lines) == 3
