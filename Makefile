@@ -25,10 +25,9 @@ TRL ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
 # Tests wait for servers and clocks half of the time, so there are two more processes than cores. Slow ones each have a vLLM, and
-# at most four of them run at once. Models are tiny: a second thread only costs. Tests rewrite modules within a second, which
-# Python's bytecode would miss. CI runs `test`, `test-core` and `test-drawn`.
+# at most four of them run at once. Models are tiny: a second thread only costs. CI runs `test`, `test-core` and `test-drawn`.
 CORES := $(shell nproc)
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loadgroup
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loadgroup
 FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 MANY = -n $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 # The same code draws the same tests, with or without git.

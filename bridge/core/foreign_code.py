@@ -5,13 +5,24 @@ import importlib.util
 import inspect
 import json
 import re
+import site
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+)
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Literal
 
 from bridge.core import paths
@@ -22,6 +33,7 @@ LIBRARIES = (
     "<",
     *(f"{Path(__file__).parents[2] / ours}/" for ours in ("bridge", "environments")),
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    f"{site.getusersitepackages()}/",
 )
 """Prefixes of files that error messages never point at."""
 Choice = Literal["environment", "reward", "loss"]
@@ -118,7 +130,7 @@ def find_object(choice: Choice, name: str) -> Any:
 
     While the file loads, its folder comes first on `sys.path`, as when Python runs the file, so it can import modules
     next to it; a file in a package can also import from the package. Imports inside functions that run later find only
-    modules that are already imported.
+    modules that are already imported. The file and the modules next to it are always compiled from their source.
 
     Raises:
         UsageError: the file does not exist, or has no such class or function.
@@ -189,20 +201,62 @@ def _module(choice: Choice, path: Path, name: str) -> ModuleType:
     file = path.resolve()
     root, package = _package(file.parent)
     # With a prefix, because a file called random.py would replace the standard library's module.
-    spec = importlib.util.spec_from_file_location(".".join((*package, f"bridge_{choice}_{file.stem}")), file)
+    module_name = ".".join((*package, f"bridge_{choice}_{file.stem}"))
+    loader = SourceLoader(module_name, str(file)) if file.suffix in SOURCE_SUFFIXES else None
+    spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
     if spec is None or spec.loader is None:
         raise UsageError(f"{choice} {name!r}: {path} is not a Python file", hint=f"--{choice} {FORMS[choice]}")
     module = importlib.util.module_from_spec(spec)
     folders = dict.fromkeys((str(file.parent), str(root)))
+    finder = SourceFinder(list(folders))
     sys.path[:0] = folders
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), finder)
     try:
         with foreign_code(f"importing {path}", str(file)):
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
     finally:
+        sys.meta_path.remove(finder)
         for folder in folders:
             sys.path.remove(folder)
     return module
+
+
+class SourceLoader(SourceFileLoader):
+    """Compile a module from its source, and neither read nor write bytecode.
+
+    Python uses bytecode if its source has the same size and was last changed in the same second, so it could miss an
+    edit.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+class SourceFinder(MetaPathFinder):
+    """Find modules in the user's `folders`, except those of libraries, and have them compiled from their source."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._folders = folders
+        self._finders = dict[str, FileFinder]()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for folder in filter(self._is_users, self._folders if path is None else path):
+            if folder not in self._finders:
+                loaders = (ExtensionFileLoader, EXTENSION_SUFFIXES), (SourceLoader, SOURCE_SUFFIXES)
+                self._finders[folder] = FileFinder(folder, *loaders)
+            spec = self._finders[folder].find_spec(fullname, target)
+            if spec is not None and spec.loader is not None:  # without a loader it is a folder, perhaps one of many
+                return spec
+        return None
+
+    def _is_users(self, folder: str) -> bool:
+        is_inside = any(f"{folder}/".startswith(f"{outer}/") for outer in self._folders)
+        return is_inside and not f"{folder}/".startswith(LIBRARIES)
 
 
 def _package(folder: Path) -> tuple[Path, list[str]]:

@@ -1,5 +1,7 @@
 """Loading environments by name: every misuse ends in one clear line."""
 
+import os
+import py_compile
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -9,6 +11,7 @@ import pytest
 from PIL import Image
 
 from bridge.config import TaskConfig
+from bridge.core import foreign_code
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
 from bridge_environments import registry
@@ -79,6 +82,55 @@ def test_file_in_a_package_imports_from_the_package(tmp_path: Path, line: str) -
     assert sys.path == before
     for name in [name for name in sys.modules if name.startswith("own_tasks") or name == "helper"]:
         del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("edited", "line"),
+    [
+        ("task.py", ""),
+        ("helper_beside_task.py", "from helper_beside_task import PROMPT"),
+        ("package_beside_task/__init__.py", "from package_beside_task import PROMPT"),
+        ("package_beside_task/sub/helper.py", "from package_beside_task.sub.helper import PROMPT"),
+        ("folder_beside_task/helper.py", "from folder_beside_task.helper import PROMPT"),
+    ],
+)
+def test_file_edited_within_a_second_is_compiled_again(
+    edited: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for package in ("package_beside_task", "package_beside_task/sub", "folder_beside_task"):
+        (tmp_path / package).mkdir()
+        if not package.startswith("folder"):
+            (tmp_path / package / "__init__.py").touch()
+    body = f"class Task:\n    def __iter__(self):\n        return iter([{{'prompt': PROMPT}}])\n{SCORES}"
+    (tmp_path / "task.py").write_text(f"{line}\n{body}")
+    modules = set(sys.modules)
+    for prompt in ("first", "other"):
+        prefix = f"PROMPT = '{prompt}'\n"
+        (tmp_path / edited).write_text(prefix + (body if edited == "task.py" else ""))
+        os.utime(tmp_path / edited, (0, 0))
+        assert list(load(f"{tmp_path / 'task.py'}:Task")) == [{"prompt": prompt}]
+        for name in set(sys.modules) - modules:
+            del sys.modules[name]
+        py_compile.compile(str(tmp_path / edited))
+    assert [path for path in tmp_path.rglob("*.pyc") if path.name.partition(".")[0] != Path(edited).stem] == []
+
+
+def test_libraries_of_a_users_file_keep_their_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    library = tmp_path / "lib" / "site-packages"
+    (library / "some_library").mkdir(parents=True)
+    for name in ("__init__", "part"):
+        (library / "some_library" / f"{name}.py").touch()
+    monkeypatch.setattr(foreign_code, "LIBRARIES", (f"{library}/",))
+    monkeypatch.syspath_prepend(library)
+    (tmp_path / "task.py").write_text("import some_library.part\n" + CLASS + ITERATES + SCORES)
+    modules = set(sys.modules)
+    load(f"{tmp_path / 'task.py'}:Task")
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+    assert {path.name.partition(".")[0] for path in tmp_path.rglob("*.pyc")} == {"__init__", "part"}
+    assert not [finder for finder in sys.meta_path if isinstance(finder, foreign_code.SourceFinder)]
 
 
 def test_file_may_be_named_like_a_standard_module(tmp_path: Path) -> None:
