@@ -32,11 +32,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.config import LoraConfig
+from bridge.core import json_lines
+from bridge.core.paths import ADAPTER_CONFIG
 from bridge.errors import UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights import experts
 from bridge.weights.rank_parts import Cut, Parts
-from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, EXPERTS, PROJECTIONS, stored_names
+from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, EXPERTS, PROJECTIONS, not_plain, stored_names
 
 NAME = "default"
 """PEFT's name for the adapter."""
@@ -216,10 +218,17 @@ class Adapter:
         try:
             saved: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
             config = peft.LoraConfig.from_pretrained(str(folder))
+            extras = not_plain(json_lines.parsed((folder / ADAPTER_CONFIG).read_text()))
         except (OSError, ValueError, SafetensorError) as error:
             raise UsageError(
                 f"{folder} does not contain a readable adapter: {error}", hint="name the folder of a saved adapter"
             ) from error
+        if extras:
+            raise UsageError(
+                f"the adapter {folder} has {', '.join(extras)}, expected plain LoRA: it would not have the output with"
+                " which it was trained",
+                hint=_as_plain(config) if config.use_rslora else "train this adapter with PEFT instead of Bridge",
+            )
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         wholes = {
             name: self._stored_shape(name, tensor) for name, tensor in self._state().items() if self._is_used(name)
@@ -310,6 +319,12 @@ def _with_adapter(base: Mapping[str, Cut], modules: Iterable[str], rank: int) ->
         cuts[f"{module}.lora_A.{NAME}.weight"] = Cut((rank, inputs), (((0, rank),), columns))
         cuts[f"{module}.lora_B.{NAME}.weight"] = Cut((outputs, rank), (rows, ((0, rank),)))
     return cuts
+
+
+def _as_plain(settings: peft.LoraConfig) -> str:
+    """Return how to write an adapter with a scaling of alpha / sqrt(r) as plain LoRA."""
+    alpha = settings.lora_alpha * math.sqrt(settings.r)
+    return f'write "use_rslora": false and "lora_alpha": {alpha:.10g} in its {ADAPTER_CONFIG}: the same adapter'
 
 
 def _padded(stored: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,8 +35,14 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """The projections of an expert that get an adapter, in vLLM's order."""
 STACKED = f".{EXPERTS}.lora."
 """Part of the names of the experts' stacked LoRA matrices; in saved names, each expert's number replaces `lora`."""
-_NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
-"""PEFT's extensions of LoRA that vLLM's slots do not support; false or empty if unused."""
+_NOT_PLAIN = (
+    "use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication",
+    "alora_invocation_tokens", "trainable_token_indices", "fan_in_fan_out", "use_qalora", "use_bdlora",
+    "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+"""PEFT's extensions of LoRA, with which an adapter's output is not alpha / r B A x; false or empty if unused."""
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights` with which PEFT subtracts the new adapter from the base's own weights."""
 
 
 class Stored(NamedTuple):
@@ -122,12 +128,20 @@ def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[st
         )
 
 
+def not_plain(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a saved adapter that make it more than plain LoRA, each with its value."""
+    names = [name for name in _NOT_PLAIN if settings.get(name)]
+    names += ["bias"] if settings.get("bias") not in (None, "none") else []
+    names += ["init_lora_weights"] if str(settings.get("init_lora_weights")).startswith(_CHANGE_BASE) else []
+    return [f"{name} {settings[name]}" for name in names]
+
+
 def check_adapter(folder: Path, shard: Shard) -> None:
     """Check that each matrix in `folder` fits into a LoRA slot of `shard`, the shard of any server rank."""
     path = folder / ADAPTER_CONFIG
     try:
         config = json_lines.parsed(path.read_text())
-        extras = [f"{name} {config[name]}" for name in _NOT_PLAIN if config.get(name)]
+        extras = not_plain(config)
         named = set(config.get("target_modules") or ())
     except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: values of the wrong type
         raise UsageError(f"{path} cannot be read: {error}", hint="name a complete adapter") from error

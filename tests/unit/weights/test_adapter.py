@@ -4,13 +4,14 @@ import copy
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AfmoeConfig, AutoModelForCausalLM, PreTrainedModel
@@ -139,6 +140,54 @@ def test_saved_config_names_the_base_and_standard_lora(tmp_path: Path) -> None:
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 16.0, "tiny")
     assert not any(config[extra] for extra in ("use_dora", "use_rslora", "modules_to_save"))
     assert config["bias"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_rslora", True),
+        ("alpha_pattern", {"q_proj": 64}),
+        ("rank_pattern", {"q_proj": 8}),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("alora_invocation_tokens", [3, 4]),
+    ],
+)
+def test_saved_adapter_beyond_plain_lora_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    adapter = put_in(base())
+    path = saved(adapter, tmp_path / "adapter") / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    fill(adapter)
+    before = values(adapter)
+    with pytest.raises(UsageError, match=rf"has {name} .*, expected plain LoRA"):
+        adapter.load(path.parent)
+    assert equal(values(adapter), before)
+
+
+def test_adapter_scaled_by_the_roots_inverse_loads_as_plain_lora(tmp_path: Path) -> None:
+    model = base()
+    peft_model = get_peft_model(
+        model, LoraConfig(r=8, lora_alpha=16, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+        expected = peft_model.eval()(IDS).logits
+    peft_model.save_pretrained(str(tmp_path / "theirs"))
+    adapter = put_in(base(), lora_alpha=16 * math.sqrt(8))
+    with pytest.raises(UsageError) as caught:
+        adapter.load(tmp_path / "theirs")
+    alpha = re.search(r'"lora_alpha": ([\d.]+) ', caught.value.hint)
+    assert alpha is not None
+    path = tmp_path / "theirs" / "adapter_config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "use_rslora": False, "lora_alpha": float(alpha.group(1))})
+    )
+    adapter = put_in(base(), lora_alpha=float(alpha.group(1)))
+    adapter.load(tmp_path / "theirs")
+    assert torch.allclose(adapter.peft_model(IDS).logits, expected, atol=1e-4)
 
 
 def test_saving_and_loading_do_not_contact_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
