@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checkpoints import checkpoint
-from bridge.core import atomic_folder, folder_mark, json_lines
+from bridge.core import atomic_folder, folder_mark, json_lines, paths
 from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError
 from bridge.weights import loaded, model_files, model_folder, skeleton
@@ -34,6 +34,8 @@ from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, headers, refuse_misfi
 BASE_KEY = "base_model_name_or_path"
 WHOLE = "base_model.model."
 """What PEFT writes in front of the names of a model's modules."""
+MAIN = "main"
+"""The revision of a model on the hub that is read if none is named."""
 NAME_BASE = "name the base model that it was trained on: --model BASE"
 OLDER_WEIGHTS = "adapter_model.bin"
 WARN_ABOVE = 0.1
@@ -173,13 +175,22 @@ def _is_export(folder: Path) -> bool:
 
 
 def _base_of(source: Path) -> str:
+    """Return the base model that the adapter names: a folder, or a model on the hub in its main revision."""
     path = source / ADAPTER_CONFIG
     try:
-        base = json_lines.parsed(path.read_text()).get(BASE_KEY)
+        settings = json_lines.parsed(path.read_text())
+        base, revision = settings.get(BASE_KEY), settings.get("revision")
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: the file does not hold an object
         raise UsageError(f"{path} cannot be read: {error}", hint="name a complete adapter") from error
     if not isinstance(base, str) or not base:
         raise UsageError(f"{path} does not name a base model", hint=NAME_BASE)
+    if revision not in (None, "", MAIN) and not paths.is_folder(base):
+        raise UsageError(
+            f"{path} names revision {revision} of {base}, but Bridge reads only the revision {MAIN} of a model on the"
+            " hub",
+            hint="download that revision, and name the folder that is printed, with --model FOLDER: hf download"
+            f" {shlex.quote(base)} --revision {shlex.quote(str(revision))}",
+        )
     return base
 
 
@@ -239,6 +250,8 @@ def _serve(source: Path, settings: Any) -> str:
     slots = 1 << (max(ranks, default=1) - 1).bit_length()  # vLLM supports powers of two
     flag = f" --max-lora-rank {slots}" if slots > VLLM_RANK else ""
     base = shlex.quote(settings.base_model_name_or_path or "BASE")
+    if settings.revision:
+        base += f" --revision {shlex.quote(str(settings.revision))}"
     return (
         f"serve it as an adapter: vllm serve {base} --enable-lora{flag} --lora-modules mine={shlex.quote(str(source))}"
     )

@@ -210,6 +210,27 @@ def test_refused_export_is_a_one_line_error_without_leftovers(base: Path, tmp_pa
         assert not (tmp_path / "out").exists()
 
 
+def test_revision_of_a_base_on_the_hub_is_refused(base: Path, tmp_path: Path) -> None:
+    source = adapter(tmp_path / "pinned", "someone/model")
+    config = json.loads((source / "adapter_config.json").read_text())
+
+    def name(model: str, revision: str) -> None:
+        document = config | {"base_model_name_or_path": model, "revision": revision}
+        (source / "adapter_config.json").write_text(json.dumps(document))
+
+    name("someone/model", "v1.0")
+    with pytest.raises(UsageError, match=r"names revision v1\.0 of someone/model, but Bridge reads only") as refused:
+        export(source, tmp_path / "out")
+    assert refused.value.hint.endswith("with --model FOLDER: hf download someone/model --revision v1.0")
+    exported = export(source, tmp_path / "out", base=str(base))
+    assert "vllm serve someone/model --revision v1.0 --enable-lora" in exported.as_adapter
+    name("someone/model", "main")
+    with pytest.raises(UsageError, match="no such model on the hub"):
+        export(source, tmp_path / "out")
+    name(str(base), "v1.0")  # a folder has no revisions
+    assert export(source, tmp_path / "out").folder.is_dir()
+
+
 def test_base_model_can_be_overridden(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "moved", "no/such/place/any/more")
     assert export(source, tmp_path / "out", base=str(base)).folder.is_dir()
