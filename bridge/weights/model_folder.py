@@ -13,7 +13,7 @@ from pathlib import Path
 from shutil import copyfile
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 from transformers import PreTrainedModel
@@ -31,6 +31,10 @@ from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misf
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_OF_PREDICTION = re.compile(r"(?:^|\.)mtp\.")
+"""Names of tensors for multi-token prediction, unless they have the number of a layer behind the last one."""
+_NUMBERED = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+"""Names of the language model's layers."""
 
 
 def copy(source: Path, folder: Path) -> None:
@@ -61,13 +65,16 @@ def save(
     Weights are written first, so that they are not lost whatever has happened to `source` in the meantime.
 
     Weights may be views into storages of any size: the files contain only the Hugging Face tensors, tied ones once.
+    Layers for multi-token prediction, which transformers does not load, are copied from `source`.
+
     With `parts`, `model` is one rank's part: the full tensors are gathered one by one, and the other ranks call
     `send_parts`. The result is the same folder, and any number of ranks can load it.
     """
     tensors = _whole_tensors(model, parts)
+    missing = list[str]()
     try:
-        _write_weights(tensors, folder)
-        return model_files.write(
+        _write_weights(_with_layers_of_prediction(tensors, model, source, missing), folder)
+        return missing + model_files.write(
             folder, model.config, source, tokenizer=tokenizer, architecture=type(model).__name__,
             dtype=str(model.dtype).removeprefix("torch."),
         )  # fmt: skip
@@ -96,6 +103,40 @@ def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tupl
         for key, view in views.items():
             if storage_of(view) == storage_of(whole[name]):
                 yield key, _like(gathered, view).contiguous()
+
+
+def _with_layers_of_prediction(
+    tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, source: str | Path, missing: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, then those for multi-token prediction in the files of `source`, which training does not change.
+
+    vLLM speculates with these layers, and the configuration says how many there are. If one cannot be read, a line is
+    added to `missing`.
+    """
+    written = set[str]()
+    for name, tensor in tensors:
+        written.add(name)
+        yield name, tensor
+    folder = model_files.found(source).folder
+    try:
+        files = [] if folder is None else [path for path in _weight_files(folder) if path.is_file()]
+        for path in files:
+            for name in headers(path).keys() - written:
+                if _is_of_prediction(name, model):
+                    yield name, _tensor(path, name)
+    except (UsageError, OSError, SafetensorError) as error:
+        missing.append(f"the layers for multi-token prediction of {source} ({' '.join(str(error).split())})")
+
+
+def _is_of_prediction(name: str, model: PreTrainedModel) -> bool:
+    """Return whether a tensor is for multi-token prediction: its own part of a model, or a layer behind the last one.
+
+    Source: Qwen3-Next and Qwen 3.5 store `mtp.layers.0`; DeepSeek-V3 with 61 layers, and GLM-4.5, `model.layers.61`.
+    """
+    numbered = _NUMBERED.match(name)
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    is_behind = numbered is not None and num_layers is not None and int(numbered[1]) >= num_layers
+    return is_behind or _OF_PREDICTION.search(name) is not None
 
 
 def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -210,7 +251,8 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
     saved = saved_form(model, whole)
     computed = {name for name, _ in model.named_buffers()} - whole.keys()
     left_out = computed | {name for name in aliases if aliases[name] in held}
-    for ignored in model._keys_to_ignore_on_load_unexpected or ():  # for example, layers for multi-token prediction
+    left_out |= {name for name in held.keys() - saved.keys() if _is_of_prediction(name, model)}
+    for ignored in model._keys_to_ignore_on_load_unexpected or ():
         left_out |= {name for name in held.keys() - saved.keys() - aliases.keys() if re.search(ignored, name)}
     wanted = {name: text for name, text in held.items() if name not in left_out}
     expected = {name: describe(tensor) for name, tensor in saved.items()}

@@ -35,6 +35,7 @@ from bridge.weights.model_folder import (
     save,
     stored_buffers,
 )
+from tests.models import tiny
 from tests.models.families import FAMILIES, minimax_m2
 
 PADDED_ROWS, VOCABULARY = 320, 301
@@ -345,6 +346,40 @@ def test_files_ignored_by_transformers_are_ignored(source: Path, out: Path) -> N
     save_file(tensors | {"ntp.fc.weight": torch.zeros(2, 4).bfloat16()}, out / SINGLE_NAME)
     with pytest.raises(UsageError, match="ntp"):
         check(model, out)
+
+
+PREDICTING = {"Qwen3-Next": "mtp.layers.0.fc.weight", "GLM-4.5": "model.layers.2.eh_proj.weight"}
+"""Family -> a tensor for multi-token prediction, as its files name it behind two layers."""
+
+
+@pytest.mark.parametrize("family", PREDICTING)
+def test_layers_for_multi_token_prediction_are_kept(family: str, source: Path, out: Path) -> None:
+    model = tiny.write(FAMILIES[family](), source)
+    name = PREDICTING[family]
+    tensors = load_file(source / SINGLE_NAME)
+    tensors |= {name: torch.arange(6, dtype=torch.bfloat16).view(2, 3), "vision.layers.7.weight": torch.ones(2)}
+    (source / SINGLE_NAME).unlink()  # its tensors are still mapped
+    save_file(tensors, source / SINGLE_NAME, {"format": "pt"})
+    trained = loaded.from_pretrained(str(model), "auto")
+    with torch.no_grad():
+        trained.get_output_embeddings().weight.zero_()
+    assert save(trained, source, out) == []
+    written = load_file(out / SINGLE_NAME)
+    assert written.keys() == tensors.keys() - {"vision.layers.7.weight"}
+    assert torch.equal(written[name], tensors[name])
+    other = loaded.from_pretrained(str(model), "auto")
+    load_into(other, out)
+    check_equal(other, trained)
+
+
+def test_unreadable_layers_of_prediction_do_not_cost_the_weights(source: Path, out: Path) -> None:
+    tiny.write(FAMILIES["Qwen3-Next"](), source)
+    trained = loaded.from_pretrained(str(source), "auto")
+    (source / SINGLE_NAME).unlink()  # the model reads its weights from the mapped file
+    (source / SINGLE_NAME).write_bytes(b"cut")
+    (line,) = save(trained, source, out)
+    assert line.startswith(f"the layers for multi-token prediction of {source} (")
+    check(trained, out)
 
 
 def test_experts_are_saved_separately_and_loaded_stacked(source: Path, out: Path) -> None:
