@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.tool_calls import FORMATS, Call, parsed, split
+from bridge.agents.tool_calls import FORMATS, Call, is_unreadable, parsed, split
 from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import UsageError
 from bridge.rollouts.chat_template import THOUGHT_ENDS, applied, end_of_turn, lost, stop_ids
@@ -36,6 +36,10 @@ KEEPS_TURNS = (
 )
 
 
+UNREADABLE = (
+    "a turn of the model calls a tool in a form that cannot be read, so it is taken as text without a call:"
+    " tool_errors counts such calls, and rollouts.jsonl shows them (reported once)"
+)
 PROBE = Call(name="look_up", arguments={"number": 7})
 USER = {"role": "user", "content": "What do you see?"}
 
@@ -102,6 +106,11 @@ class Conversation:
 
         text, calls = split(decoded(), self._format)
         return (text, calls) if calls else (decoded(skip_special_tokens=True), ())
+
+    def has_unreadable_call(self, token_ids: Sequence[int]) -> bool:
+        """Return whether a sampled turn in which `read` finds no calls begins one all the same."""
+        kept = [token for token in token_ids if token not in self._stops]
+        return is_unreadable(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False), self._format)
 
     def tokens_between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
         """Return the tokens from the end of a turn with these `calls`, through the `answers`, to the next turn's start.

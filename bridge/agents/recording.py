@@ -18,7 +18,7 @@ from typing import Any
 
 from bridge.agents import chat_request
 from bridge.agents.chat_request import ChatRequest
-from bridge.agents.conversation import Conversation, placeholder_turn
+from bridge.agents.conversation import UNREADABLE, Conversation, placeholder_turn
 from bridge.agents.tool_calls import Call
 from bridge.agents.trajectories import SequenceBuilder, as_turn, shallow
 from bridge.rollouts.chat_template import THOUGHT_BEGINS, THOUGHT_ENDS
@@ -38,6 +38,8 @@ class Turn:
     calls: tuple[Call, ...]
     shown: Mapping[str, Any]
     """A placeholder for this turn, to render with the chat template."""
+    is_unreadable: bool = False
+    """Whether the turn calls a tool in a form that cannot be read."""
 
     @property
     def history(self) -> list[Mapping[str, Any]]:
@@ -129,7 +131,12 @@ class Recording:
         """
         until = request.chat.stop_in(completion)
         completion = replace(completion, text=completion.text.partition(until)[0]) if until else completion
-        text, calls = self._conversation(request.chat.tools).read(completion.token_ids, until=until)
+        conversation = self._conversation(request.chat.tools)
+        text, calls = conversation.read(completion.token_ids, until=until)
+        is_whole = completion.finish_reason == "stop" and not until
+        is_unreadable = is_whole and not calls and conversation.has_unreadable_call(completion.token_ids)
+        if is_unreadable:
+            self.remarks.add(UNREADABLE)
         if completion.finish_reason != "stop":
             text = completion.text
             calls = ()
@@ -144,6 +151,7 @@ class Recording:
             key=_chained(request.key, chat_request.key(own)),
             calls=calls,
             shown=placeholder_turn(calls, has_thought=THOUGHT_ENDS in text),
+            is_unreadable=is_unreadable,
         )
         self.turns.append(turn)
         self._known[turn.key] = turn
@@ -167,6 +175,7 @@ class Recording:
                 if turn is not own[0]:
                     written.add_answers(turn.request.added)
                 written.add_turn(turn.completion, turn.calls)
+                written.tool_errors += turn.is_unreadable
             written_turns.update(turns)
             sequences.append(written)
         return sequences

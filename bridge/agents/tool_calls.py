@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.rollouts.chat_template import THOUGHT_ENDS, call_arguments
+from bridge.rollouts.chat_template import THOUGHT_BEGINS, THOUGHT_ENDS, call_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class Format:
     """Matches the text before the JSON (an object or a list of objects), or the end of a thought."""
     ends: re.Pattern[str]
     """Matches the text after the JSON."""
+    begins: re.Pattern[str]
+    """Matches the begin of a call, whether or not it can be read."""
     last: re.Pattern[str] | None = None
     """Matches the end of a call; text after the last match, such as an unclosed `<tool_call>`, is not searched."""
 
@@ -26,18 +28,26 @@ FORMATS: Mapping[str, Format] = {
     "hermes": Format(
         marks=re.compile(rf"{THOUGHT_ENDS}|<tool_call>\s*(?=\{{)"),
         ends=re.compile(r"\s*</tool_call>"),
+        begins=re.compile("<tool_call>"),
         last=re.compile(r"\}\s*</tool_call>"),
     ),
-    "mistral": Format(marks=re.compile(rf"{THOUGHT_ENDS}|\[TOOL_CALLS\]\s*(?=\[)"), ends=re.compile("")),
+    "mistral": Format(
+        marks=re.compile(rf"{THOUGHT_ENDS}|\[TOOL_CALLS\]\s*(?=\[)"),
+        ends=re.compile(""),
+        begins=re.compile(r"\[TOOL_CALLS\]"),
+    ),
     "llama": Format(
         marks=re.compile(rf"{THOUGHT_ENDS}|(?:\A|(?<={THOUGHT_ENDS}))\s*(?:<\|python_tag\|>)?(?=\{{)"),
         ends=re.compile(r"\s*\Z"),
+        begins=re.compile(r"""\A\s*(?:<\|python_tag\|>|\[?\{\s*["']name["'])"""),
     ),
 }
 """Name -> format; `Conversation` detects a template's format from how it renders a call."""
 DECODER = json.JSONDecoder()
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which models write the arguments of a call."""
+BESIDE_ARGUMENTS = {"name", "id", "type"}
+"""The other keys of a call; a call without arguments has no further ones, which might be its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +81,12 @@ def split(text: str, form: str) -> tuple[str, tuple[Call, ...]]:
     ends = [0, *(end for _, end, _ in written)]
     starts = [*(start for start, _, _ in written), len(text)]
     return "".join(text[end:start] for end, start in zip(ends, starts, strict=True)), calls
+
+
+def is_unreadable(text: str, form: str) -> bool:
+    """Return whether the text of a turn without calls begins a call outside a thought: the call is malformed."""
+    said = text.rpartition(THOUGHT_ENDS)[2].partition(THOUGHT_BEGINS)[0]
+    return bool(form) and FORMATS[form].begins.search(said) is not None
 
 
 def _written(text: str, form: Format) -> list[tuple[int, int, Any]]:
@@ -108,8 +124,10 @@ def _calls(written: Iterable[Any]) -> Iterator[Call]:
     number = 0
     for content in written:
         for call in content if isinstance(content, list) else [content]:
-            given: Any = next((call[name] for name in ARGUMENTS if name in call), {})
+            given: Any = next((call[name] for name in ARGUMENTS if name in call), None)
             arguments = call_arguments(given)
+            if call.keys().isdisjoint(ARGUMENTS) and call.keys() - BESIDE_ARGUMENTS:
+                raise TypeError(call)
             call_id = call.get("id")
             if not isinstance(call["name"], str) or not isinstance(arguments, dict):
                 raise TypeError(call)

@@ -4,6 +4,7 @@ A trajectory is one completion that holds every token after the prompt; `sampled
 sampled. Each turn sends the server all tokens so far, exactly as they were sampled.
 """
 
+import logging
 import math
 import os
 from abc import abstractmethod
@@ -13,9 +14,10 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.conversation import Conversation, encodable
+from bridge.agents.conversation import UNREADABLE, Conversation, encodable
 from bridge.agents.tool_calls import Call
 from bridge.core.concurrency import gather_or_cancel
+from bridge.core.logs import info_once
 from bridge.errors import RejectedRequestError, RewardError, UsageError
 from bridge.rollouts.groups import GroupSampler, Sampled, Servers
 from bridge.rollouts.problems import encode, refuse_images
@@ -24,6 +26,8 @@ from bridge.rollouts.servers import Server
 from bridge.scoring.score import FailedScore, Score, UnusablePrompt, failed
 from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.types import Completion, FinishReason, Problem
+
+logger = logging.getLogger(__name__)
 
 NOT_SAMPLED = 0.0, 0
 """Placeholder in `kept` for a context token, which is never read."""
@@ -210,8 +214,12 @@ class Trajectories(TrajectorySampler):
                     servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
                     max_tokens=longest - len(written.token_ids), num_routed=num_routed, **params,
                 )  # fmt: skip
-                calls = self._conversation.read(completion.token_ids)[1] if completion.finish_reason == "stop" else ()
+                is_whole = completion.finish_reason == "stop"
+                calls = self._conversation.read(completion.token_ids)[1] if is_whole else ()
                 written.add_turn(completion, calls)
+                if is_whole and not calls and self._conversation.has_unreadable_call(completion.token_ids):
+                    written.tool_errors += 1
+                    info_once(logger, UNREADABLE)
                 num_routed = len(written.prompt) + len(written.token_ids) - 1 if written.experts else 0
                 added = await self._answered(problem, written, completion, calls, tools)
                 if isinstance(added, FailedScore):

@@ -127,7 +127,8 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
         Metric(name="turns_mean", title="Turns", chart="plain", curve="rollout/turns", held_out="held_out/turns",
                about="Mean number of the model's turns in a completion; null without tools."),
         Metric(name="tool_errors", title="Failed tool calls", chart="plain", curve="rollout/tool_errors",
-               held_out="held_out/tool_errors", about="Tool calls that raised; null without tools."),
+               held_out="held_out/tool_errors",
+               about="Tool calls that raised or could not be read; null without tools."),
         Metric(name="entropy", title="Entropy", unit="nats", curve="train/entropy", live=True,
                about="Mean entropy of the policy at the sampled tokens, before the update, over the tokens that filters"
                " kept. If a step trains on nothing, it is estimated by the mean -log-prob of the sampled tokens."),

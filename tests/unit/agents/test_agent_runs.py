@@ -267,6 +267,16 @@ def test_turn_keeps_only_the_experts_of_its_own_tokens(tmp_path: Path, monkeypat
         assert len(np.frombuffer(turn.completion.experts, "<i2")) == num_own
 
 
+def test_call_that_cannot_be_read_reaches_the_agent_as_text(tmp_path: Path) -> None:
+    def words(_: str) -> str:
+        return "<tool_call>\n{'name': 'add', 'arguments': {'text': 'abc'}}\n</tool_call><|im_end|>"
+
+    with spoken(tmp_path, words, environment=f"{FILE}:Calling") as ours:
+        groups = ours.stream.take(2, step=1)
+    assert {one.tool_errors for group in groups for one in group.completions} == {1}
+    assert len([note for note in ours.notes if "in a form that cannot be read" in note]) == 1
+
+
 def test_run_may_send_concurrent_requests(tmp_path: Path) -> None:
     choices: dict[str, Any] = {"max_new_tokens": 4000, "reward_processes": 2, "max_turns": 4}
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Parallel", **choices) as ours:

@@ -230,6 +230,46 @@ def test_text_without_a_call_has_no_calls(text: str, form: str) -> None:
     assert tool_calls.parsed(text, form) == ()
 
 
+UNREADABLE = [
+    "{'name': 'add', 'arguments': {'a': 1}}",
+    '{"name": "add", "arguments": {"a": True}}',
+    '{"name": "add", "arguments": {"a": 1}}}',
+    '{"name": "add", "arguments": {"a": 1}',
+    '{"name": "add", "arguments": {"a": 1}} done',
+    '{"name": "add", "arguments": {"a": "x\ny"}}',
+    '{"name": "add", "arguments": [1]}',
+    '{"name": "add", "args": {"a": 1}}',
+    '{"name": "add", "a": 1}',
+    '[{"name": "add", "arguments": {"a": 1}}] [',
+]
+"""Calls that no server reads, as models write them."""
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral"])
+@pytest.mark.parametrize("written", UNREADABLE)
+def test_call_that_cannot_be_read_is_reported(tmp_path: Path, name: str, written: str) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name)
+    ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    call = {"llama3_1": written, "mistral": f"[TOOL_CALLS] [{written}"}.get(name, f"<tool_call>\n{written}</tool_call>")
+    ids = tokenizer(f"{call}{ours._end}", add_special_tokens=False)["input_ids"]
+    assert ours.read(ids)[1] == ()
+    assert ours.has_unreadable_call(ids)
+
+
+@pytest.mark.parametrize("form", tool_calls.FORMATS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 19.",
+        '{"answer": 19}',
+        '<think><tool_call>{"name"</think>19',
+        '<think>[TOOL_CALLS] {"name"</think>',
+    ],
+)
+def test_turn_without_a_call_is_readable(form: str, text: str) -> None:
+    assert not tool_calls.is_unreadable(text, form)
+
+
 MARKS = [
     "</tool_call>",
     "{}</tool_call>",

@@ -391,6 +391,16 @@ def test_exception_in_a_tool_becomes_its_result(tmp_path: Path, processes: int) 
             assert one.tool_errors == HARMLESS[how].startswith("error")
 
 
+def test_call_that_cannot_be_read_counts_as_a_tool_error(tmp_path: Path) -> None:
+    written = "<tool_call>\n{'name': 'add', 'arguments': {'text': 'abc'}}\n</tool_call><|im_end|>"
+    with rolled(tmp_path, lambda *_: written) as ours:
+        groups = ours.stream.take(2, step=1)
+    assert {one.tool_errors for group in groups for one in group.completions} == {1}
+    assert all("'name': 'add'" in one.text for group in groups for one in group.completions)
+    assert [note for note in ours.notes if "in a form that cannot be read" in note] == ours.notes
+    assert len(ours.notes) == 1
+
+
 def test_tool_result_rejected_by_template_fails_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picky = "{% for m in messages if m.role == 'tool' and m.content == '1' %}{{ 1 // 0 }}{% endfor %}"
     template = picky + chat.template("qwen2_5")
