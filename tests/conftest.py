@@ -69,6 +69,7 @@ def _constants_stay() -> Iterator[None]:
 
 
 def _constants() -> dict[str, object]:
+    """Return the constants of the product, without transformers' lazy mappings: a copy would import every family."""
     modules = [
         module
         for name, module in sys.modules.items()
@@ -78,7 +79,7 @@ def _constants() -> dict[str, object]:
         f"{module.__name__}.{name}": dict(value) if isinstance(value, dict) else value
         for module in modules
         for name, value in vars(module).items()
-        if name.isupper() and isinstance(value, str | int | float | tuple | dict | timedelta)
+        if name.isupper() and (type(value) is dict or isinstance(value, str | int | float | tuple | timedelta))
     }
 
 

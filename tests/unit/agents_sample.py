@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -28,6 +29,18 @@ TOOL: Any = {
 }
 
 
+TLS = ssl.create_default_context()
+"""Shared by all clients, because each would read the certificates again."""
+
+
+def sync_client(base_url: str) -> OpenAI:
+    return OpenAI(base_url=base_url, api_key="none", http_client=openai.DefaultHttpxClient(verify=TLS))
+
+
+def async_client(base_url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key="none", http_client=openai.DefaultAsyncHttpxClient(verify=TLS))
+
+
 class Problems:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number in range(10):
@@ -41,7 +54,7 @@ class Calling(Problems):
     """Calls a tool as long as the model wants to."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> Any:
-        client = OpenAI(base_url=base_url, api_key="none")
+        client = sync_client(base_url)
         messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
         total = problem["start"]
         while True:
@@ -61,7 +74,7 @@ class Chatting(Problems):
     system: tuple[dict[str, str], ...] = ({"role": "system", "content": "Be brief."},)
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
-        client = AsyncOpenAI(base_url=base_url, api_key="none")
+        client = async_client(base_url)
         messages: list[Any] = [*self.system]
         for question in (problem["prompt"], "And then?", "And at last?"):
             messages.append({"role": "user", "content": question})
@@ -80,7 +93,7 @@ class Stopping(Problems):
     """Ends its turns at custom stop strings."""
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
-        client = AsyncOpenAI(base_url=base_url, api_key="none")
+        client = async_client(base_url)
         messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
         num_stopped = 0
         for _ in range(3):
@@ -104,7 +117,7 @@ class Branching(Problems):
     """Has a sub-agent, tries one turn twice, and shortens its history."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
-        client = OpenAI(base_url=base_url, api_key="none")
+        client = sync_client(base_url)
 
         def exchanged(messages: list[Any]) -> list[Any]:
             answer = client.chat.completions.create(model="m", messages=messages)
@@ -122,7 +135,7 @@ class Parallel(Problems):
     """Asks three sub-agents concurrently, and a fourth one about their answers."""
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
-        async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        async with async_client(base_url) as client:
 
             async def answered(*questions: str) -> str:
                 messages: list[Any] = [{"role": "user", "content": question} for question in questions]
@@ -137,7 +150,7 @@ class Scored(Problems):
     """Returns no reward, so `score` provides it."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> None:
-        client = OpenAI(base_url=base_url, api_key="none")
+        client = sync_client(base_url)
         for chunk in client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": problem["prompt"]}], stream=True,
             stream_options={"include_usage": True},
@@ -159,7 +172,7 @@ class Meeting(Problems):
     all_there = threading.Barrier(SIZE)
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
-        client = OpenAI(base_url=base_url, api_key="none")
+        client = sync_client(base_url)
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": problem["prompt"]}])
         self.all_there.wait(60)
         return 1.0
@@ -169,7 +182,7 @@ class Streaming(Problems):
     """Reads a stream as most programs do: each chunk has a choice, unless the usage was requested."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
-        client, text = OpenAI(base_url=base_url, api_key="none"), ""
+        client, text = sync_client(base_url), ""
         for chunk in client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": problem["prompt"]}], stream=True
         ):
@@ -181,7 +194,7 @@ class Parsing(Problems):
     """Uses a client that raises when a turn is truncated."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
-        client = OpenAI(base_url=base_url, api_key="none")
+        client = sync_client(base_url)
         client.chat.completions.parse(model="m", messages=[{"role": "user", "content": problem["prompt"]}])
         return 1.0
 
@@ -197,7 +210,7 @@ class Misbehaving(Problems):
     """Misbehaves in the way that the model's answer names."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> Any:
-        client = OpenAI(base_url=base_url, api_key="none")
+        client = sync_client(base_url)
         messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
         how = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
         return getattr(self, f"_{how}")(client, messages)

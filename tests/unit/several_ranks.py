@@ -5,6 +5,7 @@ forks of a process that imports this module and does nothing else.
 """
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import socket
@@ -82,6 +83,7 @@ def _rank(
     limit_s: float,
 ) -> None:
     faulthandler.dump_traceback_later(limit_s - 5)  # to stderr: where this rank waits
+    gc.freeze()  # collecting what the parent has made would copy its memory
     torch.set_num_threads(1)
     inductor.compile_threads = 1  # the parent's compile workers do not exist here, and this process would wait for them
     own = listener if rank == 0 else None

@@ -314,11 +314,11 @@ def shares(ranks: Ranks, folder: Path) -> Any:
     """Return a rank's groups of two steps and an evaluation, its own turns, and its worker processes."""
     own = folder / str(ranks.rank)
     own.mkdir()
-    choices: dict[str, Any] = {"gpus": 4, "batch_size": 8, "group_size": 2, "max_new_tokens": 4000, "eval_samples": 2}
+    choices: dict[str, Any] = {"gpus": 4, "batch_size": 4, "group_size": 2, "max_new_tokens": 4000, "eval_samples": 2}
     choices |= {"environment": f"{FILE}:Calling", "reward_processes": None, "max_staleness": 1}
     with spoken(own, calling("qwen2_5"), ranks=ranks, **choices) as ours:
         num_workers = len(ours.stream._scorer._workers)
-        steps = [ours.stream.take(4, step=step) for step in (1, 2)]
+        steps = [ours.stream.take(2, step=step) for step in (1, 2)]
         evaluated = ours.stream.evaluate(step=2)
         return steps, evaluated, [(*prompt, *ids) for prompt, ids in ours.answers], num_workers
 
@@ -327,13 +327,13 @@ def test_each_replica_runs_its_share_of_the_agents(tmp_path: Path) -> None:
     results = on_ranks(4, shares, tmp_path, tp_size=2)
     steps, evaluated, *_ = results[0]
     assert all(repr(result[:2]) == repr((steps, evaluated)) for result in results), "all ranks have the same groups"
-    assert len({group.problem["start"] for group in itertools.chain(*steps)}) == 2 * 4
+    assert len({group.problem["start"] for group in itertools.chain(*steps)}) == 2 * 2
     assert [bool(turns) for _, _, turns, _ in results] == [True, False, True, False]
     read = {turn for _, _, turns, _ in results for turn in turns}
     groups = [*itertools.chain(*steps), *evaluated]
     assert all(tuple(sequence) in read for group in groups for sequence, _ in sequences(group))
     assert [num > 0 for *_, num in results] == [True, False, True, False]
-    assert results[0][-1] == 8 // 2
+    assert results[0][-1] == 4 // 2
 
 
 @pytest.mark.parametrize("processes", [0, 1])

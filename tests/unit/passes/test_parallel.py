@@ -35,6 +35,8 @@ from tests.unit.several_ranks import on_ranks
 TOLERANCE = 1e-4
 """Largest relative difference from the full model in float32."""
 LIMIT_S = 300.0
+Computed = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""Log-probabilities, entropies and gradients."""
 Proven = tuple[int, list[dict[str, dict[str, float] | str]]]
 """The number of parts, and for each part, by family, the differences by name, or the reason of a refusal."""
 
@@ -82,8 +84,8 @@ def batch() -> MicroBatch:
     return packed
 
 
-def computed(model: PreTrainedModel, divided: Parallel | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the log-probabilities, entropies and gradients of a full model, or of a part."""
+def computed(model: PreTrainedModel, divided: Parallel | None = None) -> Computed:
+    """Return what a full model computes, or a part."""
     attention.choose(model, attention.NAME)
     logprobs_T, entropies = PreparedModel(model, divided).logprobs(batch(), 0.9)
     (logprobs_T * torch.linspace(-1, 1, len(logprobs_T))).sum().backward()
@@ -95,27 +97,28 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
-def in_parts(config: PretrainedConfig, ranks: Ranks) -> dict[str, float]:
-    whole = whole_model(config)
+def in_parts(whole: PreTrainedModel, expected: Computed, ranks: Ranks) -> dict[str, float]:
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
     check_layers(model, divided)
     logprobs_T, entropies, gradients = computed(model, divided)
-    expected, expected_entropies, expected_gradients = computed(whole)
+    expected_logprobs_T, expected_entropies, expected_gradients = expected
     divided.combine(gradients)
     cuts = divided.cuts[divided.part]
     assert gradients.keys() == expected_gradients.keys()
     return {
-        "log-probabilities": difference(logprobs_T, expected),
+        "log-probabilities": difference(logprobs_T, expected_logprobs_T),
         "entropies": difference(entropies, expected_entropies),
         **{name: difference(gradients[name], cuts[name].of(gradient)) for name, gradient in expected_gradients.items()},
     }
 
 
-def all_families(ranks: Ranks) -> dict[str, dict[str, float] | str]:
+def all_families(
+    ranks: Ranks, full_models: dict[str, tuple[PreTrainedModel, Computed]]
+) -> dict[str, dict[str, float] | str]:
     results: dict[str, dict[str, float] | str] = {}
-    for family, config in FAMILIES.items():
+    for family, (whole, expected) in full_models.items():
         try:
-            results[family] = in_parts(config(), ranks)
+            results[family] = in_parts(whole, expected, ranks)
         except UnsupportedModelError as error:
             results[family] = error.message
     return results
@@ -135,11 +138,18 @@ def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tup
     return refusal.value.message, away
 
 
+@pytest.fixture(scope="module")
+def full_models() -> dict[str, tuple[PreTrainedModel, Computed]]:
+    """The full model of every family and what it computes, which the forked ranks inherit."""
+    models = {family: whole_model(config()) for family, config in FAMILIES.items()}
+    return {family: (model, computed(copy.deepcopy(model))) for family, model in models.items()}
+
+
 @pytest.fixture(scope="module", params=NUM_PARTS)
-def proven(request: pytest.FixtureRequest) -> Proven:
+def proven(request: pytest.FixtureRequest, full_models: dict[str, tuple[PreTrainedModel, Computed]]) -> Proven:
     """The results of every family, on each part."""
     num_parts: int = request.param
-    return num_parts, on_ranks(num_parts, all_families, limit_s=LIMIT_S)
+    return num_parts, on_ranks(num_parts, all_families, full_models, limit_s=LIMIT_S)
 
 
 @pytest.mark.xdist_group("families in parts")  # `proven` computes all of them
