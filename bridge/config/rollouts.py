@@ -89,8 +89,8 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     verifiers_python: Path | None = None
     """Python with verifiers in it, for `verifiers:ID` (default: the one that `make verifiers` sets up)."""
     data: str | None = declare(None, panel="", identifies=True, is_path=True)
-    """Problems for `gsm8k` and `jsonl`: a JSONL, JSON or Parquet file, a folder, or a dataset on the hub (default: the
-    bundled ones)."""
+    """Problems for `gsm8k` and `jsonl`: a JSONL, JSON or Parquet file, a folder, or a dataset on the hub (default:
+    those bundled with `gsm8k`)."""
     eval_data: str | None = declare(None, panel=EVALUATION, position=1, is_path=True)
     """Held-out problems, in the same forms as --data (default: those of the environment)."""
     prompt_column: str | None = declare(None, min_length=1)

@@ -43,20 +43,22 @@ class ServeConfig(Config):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = declare("auto", panel=MEMORY)
     """Data type of the weights; `auto` takes the model configuration's."""
     quantization: Quantization | None = declare(None, panel=MEMORY)
-    """Sample with FP8 weights, quantized from the trained ones at every update. They take half as much memory again;
-    with --reload transfer they replace the server's (default: sample with the trained weights themselves)."""
+    """Sample with FP8 weights, quantized from the trained ones at every update. The FP8 copy adds half of the
+    weights' memory; with --reload transfer it replaces the server's weights (default: sample with the trained ones)."""
     tensor_parallel_size: int = declare(
         1, ge=1, panel=MEMORY, borrowed=("vllm_tensor_parallel_size", "tensor_model_parallel_size")
     )
     """Number of GPUs that share one copy of the weights; `bridge run` starts a trainer for each."""
     max_lora_rank: int | None = declare(None, ge=1, panel="Mode lora_only", position=1)
-    """Largest LoRA rank the server accepts (default: no adapters; bridge tinker: 32)."""
+    """Largest LoRA rank that the server accepts (default: --lora-r in bridge run, 32 in bridge tinker, otherwise no
+    adapters)."""
     lora_experts: bool = declare(False, panel="Mode lora_only", position=1)
     """Accept adapters of routed experts, too: their slots take memory, and time at every token (GPU only)."""
     allow_vllm_flags: str = declare("", panel="Server")
     """vLLM flags to pass on although they are not known to be harmless, such as `new-flag,another` (default: none)."""
     vllm_config_path: Path | None = declare(None, panel="Server")
-    """Where to write the manifest, a file or a folder (default: $LOGDIR, else the current folder)."""
+    """Where to write the manifest, a file or a folder (default: $LOGDIR, else the current folder); in bridge tinker,
+    the manifest of a running server to attach to (default: start one)."""
 
 
 class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):

@@ -49,8 +49,8 @@ class TrainConfig(Config):
     """GPUs of this host to train on, with a replica of the model and a server on each GPU, or on each group of
     --tensor-parallel-size GPUs; on a CPU, the number of servers."""
     context_parallel_size: int = declare(1, ge=1, panel=SEVERAL)
-    """Replicas that compute each training pass together, for long sequences: each has a slice of the tokens. --gpus
-    must be a multiple of it."""
+    """Replicas that compute each training pass together, for long sequences: each has a slice of the tokens. The
+    number of replicas (--gpus or --servers) must be a multiple of it."""
     hosts: int = declare(1, ge=1, panel=SEVERAL)
     """Hosts to train on, with --gpus on each; the same command is started on every one of them."""
     rendezvous: str | None = declare(None, panel=SEVERAL)

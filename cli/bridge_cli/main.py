@@ -19,6 +19,11 @@ from bridge import __version__
 from bridge.errors import BridgeError, IncompatibleVersionError
 from bridge_cli import command_line, console, signals
 
+INVALID = re.compile(
+    r"Invalid value for '(?P<flag>[^']+)'.*?: (?:Value error, |Input )?(?P<problem>.+?)(?:, unable to .*|\.)?",
+    re.DOTALL,
+)
+"""Typer's message about a value; the problem is worded by pydantic."""
 REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -190,6 +195,8 @@ def _usage(error: TyperException) -> tuple[str, str]:
                 (given.partition("=")[2] for given in command_line.ARGUMENTS.get() if given.startswith(f"{flag}=")), ""
             )
             return f"{flag} does not take a value, found {value!r}", switch_hint(str(flag), value)
+        if invalid := INVALID.fullmatch(message):
+            return f"{invalid['flag']}: {invalid['problem'].replace('should', 'must', 1)}", f"{command} --help"
         return message[0].lower() + message[1:], f"{command} --help"
     if hint := declaration.hint_for(flag):
         return f"no such flag: {flag}", hint

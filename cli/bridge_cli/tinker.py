@@ -32,7 +32,7 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         "--api-key", metavar="TEXT", envvar="TINKER_API_KEY", show_default=False, show_envvar=False,
-        help="Key that clients send, tml-... (default: TINKER_API_KEY, or any key, from this machine alone).",
+        help="Key that clients send, tml-... (default: TINKER_API_KEY, or any key, but only from this machine).",
     ),
 ]  # fmt: skip
 Optimizer = Annotated[
@@ -52,7 +52,7 @@ CACHED = 4
 """Adapters that vLLM keeps in host memory for each that is trained: its snapshots."""
 
 
-@from_config(ServeConfig, hide=("lora_experts", "vllm_config_path"))
+@from_config(ServeConfig, hide=("lora_experts",))
 def tinker(
     config: ServeConfig,
     *,

@@ -70,6 +70,21 @@ def test_wrong_command_suggests_the_nearest_one(capsys: pytest.CaptureFixture[st
     assert "'train'" in refusal(capsys, "trian")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("demo", "--steps", "0"), "--steps: must be greater than or equal to 1"),
+        (("demo", "--steps", "ten"), "--steps: must be a valid integer"),
+        (("doctor", "--vllm-port", "0"), "--port: must be greater than or equal to 1"),
+        (("init", "--task", "sums"), "--task: 'sums' is not one of 'class', 'jsonl', 'gsm8k'"),
+    ],
+)
+def test_wrong_value_of_a_commands_own_flag_names_the_flag(
+    arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *arguments) == f"error: {error}\n\nhint: bridge {arguments[0]} --help\n"
+
+
 def test_flag_without_a_value_hints_at_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "run", "--model-name").splitlines()[-1] == "hint: bridge run --help"
 
