@@ -35,6 +35,7 @@ from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
 from bridge.modes.mode import RunContext
 from bridge.passes.packing import MicroBatch, Sample
+from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
 from bridge.ranks import torchrun
@@ -228,26 +229,53 @@ def serve(
         ServerUnreachableError: vLLM does not start; the message has the reason, the hint the path of its log.
         BridgeError: `bridge.attach` failed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="bridge-serve-"))
-    pid = os.getpid()
-    given = {"model": str(model), "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
-    try:
-        if lora is not None:
-            adapter = lora_of(lora, model)
-            given |= {"max_lora_rank": adapter.r, "lora_experts": adapter.has_experts}
-        command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
-    except BaseException:  # the server has not started, so there is no log to keep
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     sections = {
         "sampling": sampling, "compute": compute, "optimizer": optimizer, "loss": loss, "lora": lora,
         "publishing": publishing,
     }  # fmt: skip
     chosen = {name: section for name, section in sections.items() if section is not None}
     with (
-        StartedServer(command, folder / "server.log").running() as process,
+        preloading() as preloaded,
+        serve_preloaded(
+            preloaded, str(model), vllm_flags, chosen, choices,
+            seed=seed, several_adapters=several_adapters, run_dir=run_dir,
+        ) as policy,
+    ):  # fmt: skip
+        yield policy
+
+
+@contextmanager
+def serve_preloaded(
+    preloaded: Preloaded,
+    model: str,
+    vllm_flags: Sequence[str],
+    sections: Mapping[str, Any],
+    choices: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    several_adapters: bool = False,
+    run_dir: str | Path | None = None,
+) -> Iterator[Policy]:
+    """Do what `serve` does, in the process that `preloaded` has started; `sections` are those of `attach` that are set.
+
+    Raises:
+        BridgeError: as `serve`.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bridge-serve-"))
+    pid = os.getpid()
+    given = {"model": model, "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
+    try:
+        if "lora" in sections:
+            adapter = lora_of(sections["lora"], model)
+            given |= {"max_lora_rank": adapter.r, "lora_experts": adapter.has_experts}
+        command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
+    except BaseException:  # the server has not started, so there is no log to keep
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    with (
+        StartedServer(command, folder / "server.log", preloaded=preloaded).running() as process,
         _attached(
-            command.manifest, chosen,
+            command.manifest, dict(sections),
             seed=seed, several_adapters=several_adapters, reads_only=False, run_dir=run_dir, process=process,
         ) as policy,
     ):  # fmt: skip

@@ -25,18 +25,20 @@ MODULE = "preloaded_server"
 class Preloaded:
     """A process that becomes one server; later servers are started as usual."""
 
-    def __init__(self, child: Child | None, command: int = -1) -> None:
+    def __init__(self, child: Child | None, command: int = -1, *, resumes_gc: bool = False) -> None:
         self._child = child
         self._command = command
         """An in-memory file for the command, which may have any length; a pipe would block after 64 KiB until the
         process has imported vLLM."""
+        self._resumes_gc = resumes_gc
+        """Whether garbage collection is off in this process until the server starts."""
 
     def become(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | None:
         """Make the process run a `-m module` command of this Python, and return it; None: start a new process."""
         child, self._child = self._child, None
         if child is None:
             return None
-        gc.enable()
+        self._resume_gc()
         command = {"argv": list(argv), "environment": dict(environment), "log": str(log.absolute())}
         if tuple(argv[:3]) == (*PYTHON, "-m") and child.process.stdin is not None and child.is_alive():
             with os.fdopen(self._command, "wb") as file:
@@ -54,8 +56,12 @@ class Preloaded:
     def close(self) -> None:
         """End the process if it has not become a server."""
         if self._child is not None:
-            gc.enable()
+            self._resume_gc()
             children.stop(self._child, grace_s=0)
+
+    def _resume_gc(self) -> None:
+        if self._resumes_gc:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -70,7 +76,8 @@ def preloading() -> Iterator[Preloaded]:
     if module:
         command = os.memfd_create("command of the server")
         argv = [*PYTHON, "-m", module, str(command)]
-        preloaded = Preloaded(children.start(argv, os.environ, Path(os.devnull), inherits=[command]), command)
+        child = children.start(argv, os.environ, Path(os.devnull), inherits=[command])
+        preloaded = Preloaded(child, command, resumes_gc=gc.isenabled())
         gc.disable()
     with contextlib.closing(preloaded):
         yield preloaded

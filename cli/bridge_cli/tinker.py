@@ -10,6 +10,7 @@ import typer
 from bridge.config import ServeConfig
 from bridge.config.optimizers import OptimizerName
 from bridge.errors import UsageError
+from bridge.processes.preload import Preloaded, preloading
 from bridge_cli import console
 from bridge_cli.options import from_config, option
 from bridge_cli.serve_vllm import VllmFlags
@@ -71,8 +72,6 @@ def tinker(
     beside each other, of ranks up to --max-lora-rank (default: 32). For example: bridge tinker --model MODEL, then
     TINKER_BASE_URL=http://127.0.0.1:9001 TINKER_API_KEY=tml-local python SCRIPT.
     """
-    from bridge.tinker import serving, wire
-
     if all_weights and (max_adapters is not None or config.max_lora_rank is not None):
         flag = "--max-adapters" if max_adapters is not None else "--max-lora-rank"
         raise UsageError(f"{flag} has no effect with --all-weights: there are no adapters", hint=f"leave {flag} out")
@@ -81,18 +80,22 @@ def tinker(
             "--lora-experts has no effect here: routed experts get no adapter", hint="leave --lora-experts out"
         )
     most = None if all_weights else max_adapters or MOST_ADAPTERS
-    serving.check_key(config.host, api_key)
-    wire.messages()  # before vLLM starts
-    sections = {"optimizer": _optimizer(optimizer), "compute": _compute(micro_batch_tokens)}
-    with _policy(config, sections, vllm_flags or [], most) as policy:
-        name = base_model or policy.model_name
-        trainer = serving.trainer_of(policy, save_path, base_name=name, most_adapters=most)
-        keys = "the API key" if api_key else "any key that begins with tml-"
-        url = f"http://{config.host}:{config.port}"
-        console.note(f"Tinker's API for {name}: {url}, with {keys}; checkpoints in {save_path}")
-        saved = serving.serve(trainer, host=config.host, port=config.port, key=api_key)
-        for path in saved:
-            console.note(f"saved: {path}")
+    starts_server = config.vllm_config_path is None
+    with preloading() if starts_server else contextlib.nullcontext(Preloaded(None)) as preloaded:
+        from bridge.tinker import serving, wire  # while vLLM is imported, too
+
+        serving.check_key(config.host, api_key)
+        wire.messages()  # before vLLM starts
+        sections = {"optimizer": _optimizer(optimizer), "compute": _compute(micro_batch_tokens)}
+        with _policy(config, sections, vllm_flags or [], most, preloaded) as policy:
+            name = base_model or policy.model_name
+            trainer = serving.trainer_of(policy, save_path, base_name=name, most_adapters=most)
+            keys = "the API key" if api_key else "any key that begins with tml-"
+            url = f"http://{config.host}:{config.port}"
+            console.note(f"Tinker's API for {name}: {url}, with {keys}; checkpoints in {save_path}")
+            saved = serving.serve(trainer, host=config.host, port=config.port, key=api_key)
+            for path in saved:
+                console.note(f"saved: {path}")
 
 
 def _optimizer(name: str) -> Any:
@@ -116,7 +119,11 @@ def _compute(micro_batch_tokens: int | None) -> Any:
 
 @contextlib.contextmanager
 def _policy(
-    config: ServeConfig, training: dict[str, Any], vllm_flags: list[str], most_adapters: int | None
+    config: ServeConfig,
+    training: dict[str, Any],
+    vllm_flags: list[str],
+    most_adapters: int | None,
+    preloaded: Preloaded,
 ) -> "Iterator[Policy]":
     """Attach to the server that the user named, or to one that is started for the block; None: all weights."""
     from bridge import library
@@ -126,15 +133,18 @@ def _policy(
 
     # a client may sample between a pass and its step: the KV cache keeps its memory
     sections: dict[str, Any] = {**training, "publishing": PublishingConfig(kv_sleep="never")}
+    several_adapters = most_adapters is not None
     own_flags = list[str]()
     if most_adapters is not None:
         rank = config.max_lora_rank or DEFAULT_RANK
-        sections |= {"lora": LoraConfig(r=rank, alpha=ALPHA), "several_adapters": True}
+        sections["lora"] = LoraConfig(r=rank, alpha=ALPHA)
         own_flags = ["--max-loras", str(most_adapters), "--max-cpu-loras", str(CACHED * most_adapters)]
     path = config.vllm_config_path
     given = {name: value for name, value in config.model_dump(exclude_unset=True).items() if name not in OWN}
     if path is None:
-        with library.serve(config.model, *own_flags, *vllm_flags, **sections, **given) as policy:
+        with library.serve_preloaded(
+            preloaded, config.model, own_flags + vllm_flags, sections, given, several_adapters=several_adapters
+        ) as policy:
             yield policy
         return
     without_effect = [f"--{name.replace('_', '-')}" for name in given] + vllm_flags
@@ -142,7 +152,7 @@ def _policy(
         raise UsageError(
             f"{without_effect[0]} has no effect on a running server", hint="leave it or --vllm-config-path out"
         )
-    with library.attach(path, **sections) as policy:
+    with library.attach(path, **sections, several_adapters=several_adapters) as policy:
         if skeleton.absolute(config.model) != policy.model_name:
             raise UsageError(
                 f"the server serves {policy.model_name}, expected {config.model} (--model)",

@@ -1,5 +1,6 @@
 """Flags of `bridge tinker` reach the policy that it attaches. Not covered: the API (`tests/unit/tinker`)."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from bridge import library
 from bridge.config import ServeConfig
 from bridge.engine import make_trainable
 from bridge.errors import UsageError
+from bridge.processes.preload import Preloaded
 from bridge.tinker import wire
 from bridge_cli.tinker import tinker
 
@@ -37,6 +39,25 @@ def test_help_and_docs_name_the_default_port() -> None:
     docs = Path(__file__).parents[2] / "docs" / "tinker.md"
     assert url in (tinker.__doc__ or "")
     assert url in docs.read_text()
+
+
+def test_vllm_is_imported_early_only_for_a_server_that_is_started(
+    attached: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = Preloaded(None)
+    given: list[Preloaded] = []
+
+    def serve(preloaded: Preloaded, *_: Any, **__: Any) -> NoReturn:
+        given.append(preloaded)
+        raise UsageError("served", hint="nothing to do")
+
+    monkeypatch.setattr("bridge_cli.tinker.preloading", lambda: contextlib.nullcontext(early))
+    monkeypatch.setattr(library, "serve_preloaded", serve)
+    CliRunner().invoke(app, ["--model", "m"])
+    assert (given, attached) == ([early], {})
+    monkeypatch.setattr("bridge_cli.tinker.preloading", pytest.fail)
+    CliRunner().invoke(app, ["--model", "m", "--vllm-config-path", "server.json"])
+    assert attached
 
 
 @pytest.mark.parametrize(("flags", "tokens"), [((), None), (("--micro-batch-tokens", "256"), 256)])

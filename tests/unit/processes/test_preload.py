@@ -144,6 +144,16 @@ def test_killed_preloaded_process_is_replaced(log: Path) -> None:
         assert preloaded.become(command(SHOW), {}, log) is None
 
 
+def test_garbage_collection_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with preloading() as preloaded:
+            assert preloaded._child is not None
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_copied_bridge_preloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "plugin_module", lambda _: None)
     with preloading() as preloaded:
