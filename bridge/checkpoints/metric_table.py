@@ -113,7 +113,7 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
         Metric(name="reward_parts", title="Parts of the reward", items=(), curve="reward/part/",
                held_out="held_out/part/", about="Mean of each part of the reward, unweighted, by its name."),
         Metric(name="reward_std", title="Reward deviation", curve="reward/std",
-               held_out="held_out/reward_std", about="Standard deviation of the same rewards."),
+               held_out="held_out/reward_std", about="Standard deviation of the rewards of the step's completions."),
         Metric(name="no_signal_share", title="Groups without signal", unit="%",
                curve="reward/no_signal_share", live=True,
                about="Share of the groups without a learning signal because all rewards are equal, including replaced"
@@ -172,18 +172,19 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
                " update; null if nothing is trained on because no group's rewards differ."),
         Metric(name="logprob_diff_max", title="|Δ log-probability|, max", chart="log", unit="nats",
                over_run="largest", curve="mismatch/logprob_diff_max",
-               about="Largest of the same differences."),
+               about="Largest |log-prob of vLLM - log-prob of the trainer| of a token in the step."),
         Metric(name="mismatch_kl", title="Mismatch KL", chart="log", unit="nats", over_run="median",
                curve="mismatch/kl",
                about="KL(vLLM || trainer), estimated on the tokens that vLLM sampled by Schulman's k3."),
         Metric(name="logprob_diff_large_share", title="Tokens with a large mismatch", unit="%",
                chart="plain",
                derive=sum_of_items("logprob_diff_histogram", LARGE_BIN),
-               about=f"Share of the tokens whose difference is {LOGPROB_DIFF_EDGES[LARGE_BIN - 1]:g} nats or more."
-               " Derived, not recorded."),
+               about=f"Share of the tokens whose log-probs differ by {LOGPROB_DIFF_EDGES[LARGE_BIN - 1]:g} nats or"
+               " more. Derived, not recorded."),
         Metric(name="logprob_diff_histogram", title="Tokens by mismatch", chart="ramp", unit="%", items=BINS,
                curve="logprob_diff_share/",
-               about="Share of the tokens in each bin of the same differences, from 0.001 nats to 1 nat and more."),
+               about="Share of the tokens in each bin of |log-prob of vLLM - log-prob of the trainer|, from 0.001 nats"
+               " to 1 nat and more."),
         Metric(name="importance_weight", title="Importance weight", curve="mismatch/importance_weight",
                about="Mean importance weight of the tokens, 1 where vLLM and the trainer agree."),
         Metric(name="effective_share", title="Effective sample size",

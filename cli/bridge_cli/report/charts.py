@@ -5,8 +5,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, HoverTool, NumeralTickFormatter, Range1d
-from bokeh.models.annotations import BoxAnnotation, Span
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    CrosshairTool,
+    HoverTool,
+    NumeralTickFormatter,
+    PrintfTickFormatter,
+    Range1d,
+)
+from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
 from bridge.checkpoints.metric_table import METRICS, SECTIONS, Metric, Total
@@ -146,6 +154,8 @@ class Artist:
         for axis in plot.axis:
             axis.update(major_label_text_color=TEXT, **lines_off)
         plot.xaxis[0].update(ticker=BasicTicker(min_interval=1), formatter=NumeralTickFormatter(format="0,0"))
+        if metric.chart == "log":
+            plot.yaxis[0].formatter = PrintfTickFormatter(format="%.3g")
         top = rows.sum(axis=0) if is_stacked else np.fmax.reduce(rows)
         source = ColumnDataSource({"step": steps, "top": top.astype(np.float32)})
         names = [source.add(row.astype(np.float32), f"line{index}") for index, row in enumerate(rows)]
@@ -171,10 +181,10 @@ class Artist:
             yield from self._held_out(plot)
         if metric.name == MISMATCH:
             low, high = HEALTHY_NATS
-            plot.add_layout(BoxAnnotation(bottom=low, top=high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None))
+            plot.hstrip(low, high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None)
             yield f"rounding only, in bf16: {low} to {high}", HEALTHY
             if self._single and isinstance(alarm := self._single.config.get("mismatch_alarm"), int | float):
-                plot.add_layout(Span(location=alarm, dimension="width", line_color=ALARM, line_dash="dashed"))
+                plot.hspan(alarm, line_color=ALARM, line_dash="dashed")
                 yield f"--mismatch-alarm {alarm:g}", ALARM
         marked = [event for event in self._single.events if event.step is not None] if self._single else []
         if marked:

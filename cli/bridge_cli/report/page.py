@@ -208,7 +208,7 @@ def _of(function: Callable[[Column], Any], column: Column) -> float | None:
 
 def _written(value: object) -> str:
     if value is None:
-        return "absent"
+        return "not set"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value) if isinstance(value, Path) else as_text(value)
