@@ -27,8 +27,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
-from bridge.core import paths
+from bridge.core import json_lines, paths
 from bridge.core.foreign_code import described
 from bridge.errors import UnsupportedModelError, UsageError, first_line
 from bridge.weights.layout import OTHER_MODES, Shape
@@ -138,15 +139,37 @@ def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
 
 
 def tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load `model`'s tokenizer; UsageError if it has none."""
+    """Load `model`'s tokenizer, with the chat template of its processor if it has none; UsageError if there is none."""
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        if loaded.chat_template is None:
+            loaded.chat_template = _template_of_processor(model)
     except Exception as error:  # the exception depends on the tokenizer and on optional libraries
         raise UsageError(
             f"{model!r} has no usable tokenizer: {first_line(error) or type(error).__name__}",
             hint="copy tokenizer.json and tokenizer_config.json into the model's folder",
         ) from error
     return loaded
+
+
+def _template_of_processor(model: str) -> str | None:
+    """Return the chat template that only the processor of a model with images reads, as vLLM does; None: there is none.
+
+    Mistral Small 3.1 and others keep it in the earlier form, `chat_template.json`.
+    """
+    try:
+        is_seeing = hasattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "vision_config")
+    except (OSError, *MISBUILT):  # a folder with a tokenizer alone
+        return None
+    if not is_seeing:
+        return None
+    path = cached_file(
+        model, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    held = json_lines.parsed(Path(path).read_bytes()) if path else {}
+    template = held.get("chat_template") if isinstance(held, dict) else None
+    return template if isinstance(template, str) else None
 
 
 def num_embeddings(model: str) -> int | None:

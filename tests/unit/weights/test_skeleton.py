@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -129,3 +130,15 @@ def test_loading_never_prompts_for_remote_code() -> None:
     ]
     assert len(calls) > 5
     assert not [name for name, call in calls if "trust_remote_code=False" not in ast.unparse(call)]
+
+
+def test_template_of_a_processor_is_the_tokenizers(tmp_path: Path) -> None:
+    folder = tiny.write(FAMILIES["Qwen3-VL"](), tmp_path / "seeing")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert skeleton.tokenizer(str(folder)).chat_template == "{{ messages }}"
+    (folder / "chat_template.jinja").write_text("own")
+    assert skeleton.tokenizer(str(folder)).chat_template == "own"
+    text = tiny.write(tiny.llama(), tmp_path / "text")
+    shutil.copy(folder / "chat_template.json", text)
+    assert skeleton.tokenizer(str(text)).chat_template is None, "no processor reads it"
