@@ -160,7 +160,10 @@ def _message(message: Any) -> dict[str, Any]:
         if role == "assistant" and message.get("tool_calls"):
             made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
         kept = {"assistant": "reasoning_content", "tool": "tool_call_id"}.get(role, "name")
-        return made | ({kept: message[kept]} if isinstance(message.get(kept), str) else {})
+        given = message.get(kept)
+        if role == "assistant" and given is None:
+            given = message.get("reasoning")  # vLLM's and OpenRouter's name for it
+        return made | ({kept: given} if isinstance(given, str) else {})
     except (KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"a message cannot be parsed: {shortened(repr(message))}") from error
 

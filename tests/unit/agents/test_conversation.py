@@ -224,6 +224,15 @@ def test_call_without_arguments_is_parsed(written: str) -> None:
     assert request.messages[0]["tool_calls"][0]["function"] == {"name": "stop", "arguments": {}}
 
 
+@pytest.mark.parametrize(
+    "thought", [{"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"reasoning_content": None, "reasoning": "Hm."}]
+)
+def test_thought_is_read_under_each_servers_name(thought: dict[str, Any]) -> None:
+    turn = {"role": "assistant", "content": "I see.", **thought}
+    request = chat_request.read({"messages": [turn, {"role": "user", "content": "And?"}]})
+    assert request.messages[0]["reasoning_content"] == "Hm."
+
+
 @pytest.mark.parametrize("form", tool_calls.FORMATS)
 @pytest.mark.parametrize("text", ["", "[TOOL_CALLS] [7]", "<tool_call>{}</tool_call>", "{" * 100_000, '{"name": 3}'])
 def test_text_without_a_call_has_no_calls(text: str, form: str) -> None:
