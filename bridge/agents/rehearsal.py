@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import random
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from heapq import nlargest
@@ -84,6 +85,8 @@ def rehearse(
             lines += chat_template.remarks(tokenizer, prompts, own, read=read)
             if chosen.system_prompt == "" and not is_text:
                 lines += _own_system_message(tokenizer, own)
+        if not is_text:
+            lines += _of_serving(tokenizer, model_name, chosen.chat_template_kwargs)
         if not is_text or vocabulary.beyond(tokenizer):
             lines += vocabulary.remarks(tokenizer, model_name)
         for line in lines:
@@ -142,6 +145,22 @@ def _own_system_message(tokenizer: PreTrainedTokenizerBase, template: Mapping[st
         yield (
             "--system-prompt '' leaves out system messages, but the model's chat template then writes one of its own:"
             f" {described(text)}; to leave it out, too, give the model a chat_template.jinja without it"
+        )
+
+
+def _of_serving(tokenizer: PreTrainedTokenizerBase, model_name: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about a chat template that opens no turn, and about arguments that a server must repeat."""
+    if tokenizer.chat_template is not None and (opening := chat_template.missing_opening(tokenizer, arguments)):
+        yield (
+            f"the chat template of {model_name} ignores add_generation_prompt: prompts end without {opening!r}, with"
+            " which it begins a turn of the assistant, so the model has to write that itself; give the model a"
+            " chat_template.jinja that writes it"
+        )
+    if arguments:
+        written = shlex.quote(json.dumps(arguments, ensure_ascii=False))
+        yield (
+            f"the chat template gets {written} in this run alone. To serve the trained model the same way: vllm serve"
+            f" FOLDER --default-chat-template-kwargs {written}"
         )
 
 

@@ -1,6 +1,8 @@
 """Apply a model's chat template: messages and arguments, lost content, and the token that ends a turn."""
 
 import json
+import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,6 +33,7 @@ NO_LOSS = ("role", "content", "type", "id", "tool_call_id")
 """Keys of a message that a template may leave out without a remark; the content is checked separately."""
 THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
+_EMPTY_THOUGHT = re.compile(rf"{THOUGHT_BEGINS}\s*{THOUGHT_ENDS}\s*")
 AS_SYSTEM = "developer"
 """The role that OpenAI's newer models use instead of `system`; few templates support it."""
 MEANT = {
@@ -73,6 +76,7 @@ def apply_chat_template(
     Raises:
         RewardError: the template rejects the messages, or the last one calls tools.
     """
+    _refuse_bad_calls(messages)
     if _calls(messages[-1]):
         raise RewardError(
             f"the prompt {described(messages)} ends with tool calls, expected their results after them",
@@ -97,6 +101,31 @@ def apply_chat_template(
     names = [str(call["function"].get("name")) for message in messages for call in _calls(message)]
     text = max(texts, key=lambda text: sum(map(text.count, names)))  # the first one with the most calls
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]] if tokenize else text
+
+
+def _refuse_bad_calls(messages: Sequence[Message]) -> None:
+    """Refuse tool calls without a name, or with arguments that are no object: a template would write them as they are.
+
+    A call is an object with a `function`, or with the function's keys themselves, which some templates render, too.
+    """
+    for message in messages:
+        calls: Any = message.get("tool_calls", [])
+        entries = calls if isinstance(calls, list) else [None]
+        functions = [entry.get("function", entry) if isinstance(entry, Mapping) else None for entry in entries]
+        for function in functions:
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise RewardError(
+                    f"the prompt {described(messages)} has the tool calls {described(calls)}, expected a list of"
+                    " objects, each with the name of a function",
+                    hint=f"write them as {json.dumps([CALL])}",
+                )
+            given: Any = function.get("arguments", {})
+            if not isinstance(given, Mapping):
+                raise RewardError(
+                    f"the prompt {described(messages)} has a call of {function['name']} with the arguments"
+                    f" {described(given)}, expected an object or its JSON",
+                    hint='write them as {"city": "Rome"}, or leave the call and its result out',
+                )
 
 
 def _open(render: Callable[..., str], messages: Sequence[Message]) -> str:
@@ -157,7 +186,8 @@ def _forms(messages: Sequence[Message]) -> list[list[Message]]:
 def as_known(messages: Sequence[Message]) -> list[Message]:
     """Return the messages in the form that templates support: without null values, and with `developer` as `system`.
 
-    A Parquet file gives every message the keys of all messages, and templates only test whether a key exists. Calls and
+    A Parquet file gives every message the keys of all messages, and templates only test whether a key exists: null
+    values and empty lists of tool calls are dropped. Calls and
     arguments written as JSON text become objects: a template would render the text, or reject it. OpenAI's API writes
     arguments so, and data sets write calls so if their arguments have different types.
     """
@@ -165,6 +195,10 @@ def as_known(messages: Sequence[Message]) -> list[Message]:
     known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
     known = [
         {**message, "tool_calls": _without_json_text(message["tool_calls"])} if "tool_calls" in message else message
+        for message in known
+    ]
+    known = [
+        {key: value for key, value in message.items() if key != "tool_calls" or value not in ("", [])}
         for message in known
     ]
     return _with_calls(known, call_arguments)
@@ -398,6 +432,19 @@ def remarks(
     yield from _columns(named if chats else None, problems, template, read)
 
 
+def missing_opening(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> str:
+    """Return what the chat template writes in front of the assistant's text, but never at the end of a prompt."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **template)
+    try:
+        prompt = str(render([USER], add_generation_prompt=True))
+        is_ignored = prompt == str(render([USER]))
+        before = str(render([USER, {"role": "assistant", "content": SEEN}])).rpartition(SEEN)[0]
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return ""
+    opening = _EMPTY_THOUGHT.sub("", before.removeprefix(prompt)) if before.startswith(prompt) else ""
+    return opening if is_ignored and opening.strip() else ""
+
+
 def own_system_message(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> str:
     """Return the system message that the chat template writes in front of a prompt without one; empty if none."""
     render = partial(tokenizer.apply_chat_template, tokenize=False, **template)
@@ -537,7 +584,12 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
         return ""
     if SEEN not in last:
         return ""
-    behind = last.rpartition(SEEN)[2].lstrip()
+    before, _, behind = last.rpartition(SEEN)
+    behind = behind.strip()
+    opening = before.rpartition(USER["content"])[2].rstrip()  # with the end of the user's turn in front
+    same_end = os.path.commonprefix([opening[::-1], behind[::-1]])[::-1]  # noqa: RUF071  it works for any text
+    if any(token in same_end for token in _tokens(tokenizer)):  # the template begins another turn unasked
+        return _first_token(tokenizer, behind)
     if not behind:
         return _first_token(tokenizer, followed.rpartition(SEEN)[2].lstrip())
     end = ""
@@ -549,8 +601,12 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
 
 def _first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return the special or added token at the start of a text; empty if there is none."""
-    tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
-    return max((token for token in tokens if token and text.startswith(token)), key=len, default="")
+    return max((token for token in _tokens(tokenizer) if text.startswith(token)), key=len, default="")
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the texts of the special and the added tokens."""
+    return {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - {""}
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:

@@ -137,8 +137,9 @@ def test_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: pyt
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if thinking %}={% endif %}"
     with pytest.raises(UsageError, match="the model's chat template does not use enable_thinking"):
         tried(model, Task(prompt=CHAT), **choices)
-    (line,) = tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True})
+    serving, line = tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True})
     assert "does not end a turn with a special token" in line
+    assert serving.endswith("""vllm serve FOLDER --default-chat-template-kwargs '{"thinking": true}'""")
 
 
 def test_argument_of_another_named_template_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +149,14 @@ def test_argument_of_another_named_template_is_refused(model: Path, monkeypatch:
     tokenizer.chat_template = {"default": plain, "tool_use": "{{ tools }}{{ thinking }}" + plain}
     with pytest.raises(UsageError, match="the model's chat template does not use thinking"):
         tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True})
+
+
+def test_template_that_opens_no_turn_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = skeleton.tokenizer(str(model))
+    monkeypatch.setattr(skeleton, "tokenizer", lambda _: tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
+    (line,) = tried(model, Task(prompt=CHAT))
+    assert "ignores add_generation_prompt: prompts end without 'assistant: ', with which it begins a turn" in line
 
 
 @pytest.mark.parametrize(("name", "is_written"), [("qwen2_5", True), ("qwen3", False)])

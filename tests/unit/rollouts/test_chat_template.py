@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
@@ -422,3 +423,58 @@ def test_end_of_turn_comes_from_the_template(tmp_path: Path, name: str) -> None:
     tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)  # only the next turn ends one of GLM's
     tokenizer.add_tokens(["<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"], special_tokens=True)  # Cohere's has both
     assert chat_template.end_of_turn(tokenizer) == ENDS[name]
+
+
+ALWAYS_OPEN = (
+    "{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content }}"
+    "<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+NEVER_OPEN = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_opening_of_the_next_turn_is_not_the_end_of_one(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "llama3")
+    tokenizer.chat_template = ALWAYS_OPEN
+    assert chat_template.end_of_turn(tokenizer) == "<|eot_id|>"
+    assert chat_template.missing_opening(tokenizer, {}) == ""
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in Path(trl.__file__).parent.glob("chat_templates/*.jinja")))
+def test_templates_of_real_models_open_the_models_turn(tmp_path: Path, name: str) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.chat_template = chat.template(name)
+    assert chat_template.missing_opening(tokenizer, {}) == ""
+
+
+def test_template_that_never_opens_the_models_turn_is_found(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.chat_template = NEVER_OPEN
+    assert chat_template.missing_opening(tokenizer, {}) == "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
+@pytest.mark.parametrize("written", ['{"city": "Rome"', "city=Rome", '["Rome"]', '"Rome"', 7])
+def test_call_arguments_that_are_no_object_are_refused(tmp_path: Path, name: str, written: Any) -> None:
+    call = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": written}}
+    turn: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [USER, turn, {"role": "tool", "content": "sunny"}]
+    with pytest.raises(RewardError, match=r"call of weather with the arguments .*, expected an object or its JSON"):
+        encode(chat.tokenizer(tmp_path, name), {"prompt": messages})
+
+
+ONE = {"name": "weather", "arguments": {}}
+
+
+@pytest.mark.parametrize("calls", ["weather()", [{"type": "function"}], ONE, [{"function": "weather"}], [ONE, 7]])
+def test_calls_without_a_function_name_are_refused(tmp_path: Path, calls: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "sunny"}]
+    with pytest.raises(RewardError, match=r"has the tool calls .*, expected a list of objects"):
+        encode(chat.tokenizer(tmp_path, "qwen2_5"), {"prompt": messages})
+
+
+def test_empty_list_of_tool_calls_counts_as_none(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "llama3_1")  # it rejects any number of calls but one
+    messages = [{**USER, "tool_calls": []}, {**SEEN, "tool_calls": []}, {**USER, "tool_calls": "[]"}]
+    assert text_of(tokenizer, {"prompt": messages}) == text_of(tokenizer, {"prompt": [USER, SEEN, USER]})
