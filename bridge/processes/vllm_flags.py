@@ -505,7 +505,7 @@ def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> Non
         derived["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
     unset = {name: value for name, value in derived.items() if not outer.get(name)}
     extra.environment |= unset
-    extra.notes += [f"{name}={value}: not set, derived" for name, value in unset.items()]
+    extra.notes += [f"{name}={value}: Bridge's default on a CPU" for name, value in unset.items()]
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
