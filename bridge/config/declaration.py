@@ -132,9 +132,11 @@ def hint_for(name: str) -> str | None:
 def nearest(wrong: str, names: Mapping[str, str]) -> str | None:
     """Return Bridge's name for the known name that is most similar to `wrong`; None if none is similar.
 
-    `names` maps every known name, including those of other systems, to Bridge's name.
+    `names` maps every known name, including those of other systems, to Bridge's name. A name with the same letters in
+    another order comes first.
     """
-    near = difflib.get_close_matches(wrong, names, n=1, cutoff=NEAR)
+    near = difflib.get_close_matches(wrong, names, n=3, cutoff=NEAR)
+    near.sort(key=lambda name: sorted(name) != sorted(wrong))
     return names[near[0]] if near else None
 
 

@@ -62,6 +62,11 @@ def test_wrong_flag_suggests_the_nearest_one(capsys: pytest.CaptureFixture[str])
     assert "--training-steps" in error
 
 
+@pytest.mark.parametrize(("wrong", "meant"), [("--modle", "--model"), ("--mod", "--mode")])
+def test_flag_with_swapped_letters_is_recognized(wrong: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "run", wrong, "m").splitlines()[-1] == f"hint: did you mean {meant}?"
+
+
 def test_vllm_flag_before_the_dashes_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert "after --" in refusal(capsys, "serve-vllm", "--model", "m", "--enforce-eager")
 
