@@ -153,12 +153,16 @@ def answer(arguments: Sequence[str]) -> int:
         console.error(error.message, error.hint)
         return error.exit_code
     except ModuleNotFoundError as error:
-        if not (missing := _missing_package(error)):
+        if missing := _missing_package(error):
+            console.error(
+                f"Python cannot find {missing}, a package that Bridge needs: {sys.executable} has only some of them",
+                "in Bridge's folder, run make setup, or pip install -e . with this Python;"
+                " bridge doctor lists the rest",
+            )
+        elif broken := _broken_package():
+            console.error(broken.message, broken.hint)
+        else:
             raise
-        console.error(
-            f"Python cannot find {missing}, a package that Bridge needs: {sys.executable} has only some of them",
-            "in Bridge's folder, run make setup, or pip install -e . with this Python; bridge doctor lists the rest",
-        )
         return IncompatibleVersionError.exit_code
     except TyperException as error:
         console.error(*_usage(error))
@@ -173,6 +177,17 @@ def _missing_package(error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     is_ours = package.startswith("bridge")
     return None if is_ours or not package or importlib.util.find_spec(package) else package
+
+
+def _broken_package() -> IncompatibleVersionError | None:
+    """Return the error about a package that cannot be imported, for which transformers blames its own modules."""
+    from bridge.processes import start_checks
+
+    try:
+        start_checks.check_software("auto")
+    except IncompatibleVersionError as error:
+        return error
+    return None
 
 
 def _usage(error: TyperException) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridge import __version__
+from bridge.checks import failed, software
 from bridge.errors import IncompatibleVersionError
 from bridge_cli import main
 
@@ -279,3 +280,16 @@ def test_missing_package_is_named(
         return
     assert main.answer(["init"]) == IncompatibleVersionError.exit_code
     assert message in capsys.readouterr().err
+
+
+def test_package_that_cannot_be_imported_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a torchvision for another torch, transformers raises ModuleNotFoundError about a class of its own."""
+    fault = failed("torchvision", "0.28.0 cannot be imported", "absent", "pip uninstall -y torchvision")
+    monkeypatch.setattr(software, "obstacle", lambda _: fault)
+    monkeypatch.setitem(main.COMMANDS, "init", ("json.nothing:command", "Import what is not there."))
+    assert main.answer(["init"]) == IncompatibleVersionError.exit_code
+    error, _, hint = capsys.readouterr().err.partition("\n\n")
+    assert error == "error: torchvision: 0.28.0 cannot be imported"
+    assert hint == "hint: pip uninstall -y torchvision; all checks: bridge doctor\n"

@@ -41,7 +41,7 @@ def html(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of several side by side."""
     of_runs = [figures(run) for run in runs]
     results = {
-        "status": [status(run)[0] for run in runs],
+        "Status": [status(run)[0] for run in runs],
         **{title: [shown(of_run[key][1]) for of_run in of_runs] for key, (title, _) in of_runs[0].items()},
     }
     artist = Artist({run.name: run for run in runs})
