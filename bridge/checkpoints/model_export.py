@@ -100,6 +100,8 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
         if is_adapter:
             as_adapter = _serve(source, _settings(source))
             base = base or _base_of(source)
+            if base.startswith("~"):  # as in --model=~/base, which the shell leaves
+                base = str(paths.expanded(base))
             if not model_files.found(source).has_tokenizer:
                 _check_tokenizer(base, source)
             model, rounding = _merged(source, base, dtype)

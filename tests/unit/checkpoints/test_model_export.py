@@ -396,6 +396,14 @@ def test_setting_that_peft_does_not_know_is_refused(base: Path, tmp_path: Path, 
         export(source, tmp_path / "out")
 
 
+def test_base_may_be_in_the_home_folder(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(base.parent))
+    named = adapter(tmp_path / "named", f"~/{base.name}")
+    assert export(named, tmp_path / "one").folder.is_dir()
+    source = adapter(tmp_path / "other", "elsewhere")
+    assert export(source, tmp_path / "two", base=f"~/{base.name}").folder.is_dir()
+
+
 @pytest.mark.parametrize("named", ["./base", "base", "some/where/else"])
 def test_absent_base_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
