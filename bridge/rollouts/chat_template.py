@@ -429,6 +429,11 @@ def remarks(
             "prompts are chat messages written as JSON text, which the model sees as text: write them as a list of"
             " messages to apply its chat template"
         )
+    elif named and read is not None and len(chats) < len(problems):
+        yield (
+            "prompts that are text get no chat template; if the model was trained on chats, write them as messages:"
+            ' [{"role": "user", "content": ...}]'
+        )
     yield from _columns(named if chats else None, problems, template, read)
 
 

@@ -9,9 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from bridge.core.foreign_code import described
 from bridge.errors import RejectedRequestError, UsageError
 from bridge.planning.model_size import RESIZE
-from bridge.rollouts.chat_template import TOOL, end_of_turn, stop_ids
+from bridge.rollouts.chat_template import THOUGHT_ENDS, TOOL, end_of_turn, stop_ids
 from bridge.rollouts.openai_api import IdsOf, ids_by_text
 from bridge.weights import skeleton
+
+ENDS_OF_THOUGHTS = (THOUGHT_ENDS, "[/THINK]")
+"""Tokens that end a thought; the second one is Magistral's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,13 @@ class Vocabulary:
             yield (
                 f"the chat template of {model_name} does not end a turn with a special token: a completion ends at"
                 f" {tokenizer.eos_token or 'no token'} or at --max-new-tokens (--stop TEXT ends it earlier)"
+            )
+        if inside := [token for token in ENDS_OF_THOUGHTS if token in self.special]:
+            yield (
+                f"{inside[0]} is a special token of {model_name}, and the text of a completion has none: a reward, such"
+                " as math, and an agent cannot tell a thought from an answer. To keep it in the text, set"
+                ' "special": false for it, and for the token that begins a thought, in tokenizer.json and'
+                " tokenizer_config.json"
             )
         if beyond := self.beyond(tokenizer):
             yield f"{beyond}: a prompt with one of them cannot be used"

@@ -150,6 +150,19 @@ def test_messages_as_json_text_are_reported(tmp_path: Path, prompt: Any, is_repo
     ] * is_reported
 
 
+@pytest.mark.parametrize(
+    ("prompts", "read", "is_reported"),
+    [(["2+3?"], ("prompt",), True), ([[USER], "2+3?"], ("prompt",), True), ([[USER]], ("prompt",), False),
+     (["2+3?"], None, False)],
+)  # fmt: skip
+def test_texts_without_the_chat_template_are_reported(
+    tmp_path: Path, prompts: list[Any], read: tuple[str] | None, is_reported: bool
+) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    lines = chat_template.remarks(tokenizer, [{"prompt": prompt} for prompt in prompts], {}, read=read)
+    assert [line[:44] for line in lines] == ["prompts that are text get no chat template; "] * is_reported
+
+
 DEFAULT = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
 RAG = "{% for d in documents %}{{ d.text }}{% endfor %}{{ citation_mode }}" + DEFAULT
 

@@ -97,6 +97,14 @@ def test_template_without_an_end_of_turn_is_reported(tmp_path: Path) -> None:
     assert "does not end a turn with a special token: a completion ends at <|endoftext|> or at --max-new-" in line
 
 
+def test_special_token_that_ends_a_thought_is_reported(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen3")
+    assert not [*Vocabulary.of(tokenizer, str(tmp_path)).remarks(tokenizer, "m")]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    (line,) = Vocabulary.of(tokenizer, str(tmp_path)).remarks(tokenizer, "m")
+    assert line.startswith("</think> is a special token of m, and the text of a completion has none: a reward, such")
+
+
 def test_tokens_without_an_embedding_are_counted_and_refused(tmp_path: Path) -> None:
     tokenizer = base(tmp_path, missing=3)
     num_embeddings = len(tokenizer) - 3
