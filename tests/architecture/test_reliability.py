@@ -26,7 +26,8 @@ def notes() -> dict[str, str]:
 def _tests_in(file: Path) -> set[str]:
     if not file.is_file():
         return set()
-    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
 
 
 def test_every_test_named_on_the_page_exists() -> None:
