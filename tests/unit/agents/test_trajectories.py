@@ -162,8 +162,8 @@ def test_every_token_was_sampled_or_read_by_the_server(tmp_path: Path, name: str
     """20,000 tokens for each template, split where no tokenizer would split."""
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}} if name == "qwen3_training" else {}
     say = calls(name, "add", "add", "add", text="The answer is 19, I think, user assistant. " * 5)
-    with rolled(tmp_path, say, name, max_new_tokens=4000, batch_size=64, **off) as ours:
-        groups = [group for step in (1, 2) for group in ours.stream.take(16, step=step)]
+    with rolled(tmp_path, say, name, max_new_tokens=4000, batch_size=32, **off) as ours:
+        groups = [group for step in (1, 2) for group in ours.stream.take(8, step=step)]
         tokenizer = ours.tokenizer
     read = {(*prompt, *ids) for prompt, ids in ours.answers}
     num_tokens = num_other = 0
@@ -182,7 +182,7 @@ def test_every_token_was_sampled_or_read_by_the_server(tmp_path: Path, name: str
             assert [math.isnan(value) for value in one.logprobs] == [not own for own in one.sampled or ()]
             assert list(one.versions) == [3 if own else None for own in one.sampled or ()]
     assert num_tokens > 20_000
-    assert num_other > 300, "re-encoding would have changed most turns"
+    assert num_other > 150, "re-encoding would have changed most turns"
 
 
 def test_trajectory_is_scored_by_its_own_instance(tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_slow_tool_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.Mon
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", "misbehave waits" if number == slow else "add")(number, turn)
 
-    with rolled(tmp_path, say, max_staleness=2, reward_processes=12, batch_size=8) as ours:
+    with rolled(tmp_path, say, max_staleness=2, reward_processes=6, batch_size=8) as ours:
         assert [ours.stream.take(1, step=step)[0].number for step in (1, 2, 3)] == [0, 1, 2]
         gate.touch()
         (last,) = ours.stream.take(1, step=4)
