@@ -294,8 +294,23 @@ class BridgeClient(VllmClient):
         body = protocol.AdapterRequest(holder=self._holder, name=name, path=str(folder.absolute()))
         return self._answer("POST", "/bridge/adapter", protocol.AdapterSlot, body).slot
 
+    def open_slots(self, folder: Path) -> tuple[int, ...]:
+        """Let the server load the adapter in `folder` into every free slot, to be rewritten, and return the slots."""
+        body = protocol.SlotsRequest(holder=self._holder, path=str(folder.absolute()))
+        return self._answer("POST", "/bridge/adapter/slots", protocol.AdapterSlots, body).slots
+
+    def reserve_slot(self, name: str) -> int:
+        """Return an open slot that no request uses, to be written; waits for one. Its old contents are not served."""
+        body = protocol.SlotRequest(holder=self._holder, name=name)
+        return self._answer("POST", "/bridge/adapter/reserve", protocol.AdapterSlot, body).slot
+
+    def serve_slot(self, name: str) -> None:
+        """Serve the adapter that was written into the slot reserved for `name`."""
+        body = protocol.SlotRequest(holder=self._holder, name=name)
+        self._answer("POST", "/bridge/adapter/serve", Status, body)
+
     def release_adapter(self) -> None:
-        """Let the server remove the adapter from its slot, if one is loaded."""
+        """Let the server remove the adapters from the slots that a trainer writes, if there are any."""
         self._control("DELETE", "/bridge/adapter")
 
     def _control(self, method: str, route: str, body: BaseModel | None = None, limit_s: float | None = None) -> Status:

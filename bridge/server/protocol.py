@@ -264,10 +264,31 @@ class AdapterRequest(HolderRequest):
 
 
 class AdapterSlot(Record):
-    """The response to an `AdapterRequest`."""
+    """The response to an `AdapterRequest`, and to `POST /bridge/adapter/reserve`."""
 
     slot: int = Field(ge=0)
     """Index in the manifest's `lora_slots`."""
+
+
+class SlotsRequest(HolderRequest):
+    """`POST /bridge/adapter/slots`: open all free slots for adapters that take turns."""
+
+    path: str = Field(pattern=r"^/[^\x00]+$")
+    """Absolute path of a folder with an adapter that all of them hold at first."""
+
+
+class AdapterSlots(Record):
+    """The response to a `SlotsRequest`."""
+
+    slots: tuple[int, ...]
+    """Indices in the manifest's `lora_slots`."""
+
+
+class SlotRequest(HolderRequest):
+    """`POST /bridge/adapter/reserve`, an open slot to be written, and `POST /bridge/adapter/serve`, when it is."""
+
+    name: str = Field(min_length=1)
+    """Model name for requests to the slot's new contents; each has a name of its own."""
 
 
 class CompletionsRequest(Record):

@@ -187,6 +187,25 @@ async def _serve_adapter(body: protocol.AdapterRequest, state: AppState, fence: 
     return protocol.AdapterSlot(slot=await state.bridge_adapters.serve(body.name, body.path))
 
 
+@router.post("/adapter/slots")
+async def _open_slots(body: protocol.SlotsRequest, state: AppState, fence: Fence) -> protocol.AdapterSlots:
+    fence.refuse_without_lease(body.holder)
+    return protocol.AdapterSlots(slots=tuple(await state.bridge_adapters.open_slots(body.path)))
+
+
+@router.post("/adapter/reserve")
+async def _reserve_slot(body: protocol.SlotRequest, state: AppState, fence: Fence) -> protocol.AdapterSlot:
+    fence.refuse_without_lease(body.holder)
+    return protocol.AdapterSlot(slot=await state.bridge_adapters.reserve(body.name))
+
+
+@router.post("/adapter/serve")
+async def _serve_slot(body: protocol.SlotRequest, state: AppState, fence: Fence) -> Status:
+    fence.refuse_without_lease(body.holder)
+    state.bridge_adapters.serve_reserved(body.name)
+    return fence.status()
+
+
 @router.delete("/adapter")
 async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_without_lease(body.holder)

@@ -302,6 +302,203 @@ def test_ranks_must_agree_on_the_slot(
         asyncio.run(served.serve("mine", folder))
 
 
+class Open:
+    """A server with open slots, whose requests begin and end when a test says so."""
+
+    def __init__(self, folder: str, num_slots: int) -> None:
+        self.folder = folder
+        self.engine = FakeEngine(num_slots)
+        self.models = FakeModels(self.engine)
+        self.adapters = Adapters(self.engine, self.models, ServerFence(self.engine, manifest()))
+
+    async def open(self) -> None:
+        assert await self.adapters.open_slots(self.folder) == [*range(len(self.engine.slots))]
+        assert not self.models.lora_requests
+
+    async def serve(self, name: str) -> int:
+        slot = await self.adapters.reserve(name)
+        assert name not in self.models.lora_requests
+        self.adapters.serve_reserved(name)
+        return slot
+
+    async def begin(self, name: str) -> None:
+        """Let a request of an adapter begin."""
+        adapter = self.models.lora_requests[name]
+        await self.engine.add_request(name, lora_request=adapter)
+        self.engine.output_processor.request_states[name] = SimpleNamespace(lora_request=adapter)
+
+    def end(self, name: str) -> None:
+        del self.engine.output_processor.request_states[name]
+
+
+async def waits(task: "asyncio.Task[int]") -> bool:
+    await asyncio.sleep(0.05)
+    return not task.done()
+
+
+def test_slot_that_was_reserved_longest_ago_is_reused(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 2)
+        await server.open()
+        first, second = await server.serve("a"), await server.serve("b")
+        assert {first, second} == {0, 1}
+        assert await server.serve("c") == first
+        assert [*server.models.lora_requests] == ["b", "c"]
+        await server.models.unload_lora_adapter(SimpleNamespace(lora_name="c"))
+        assert await server.serve("d") == first
+        assert [*server.models.lora_requests] == ["b", "d"]
+        numbers = {adapter.lora_int_id for adapter in server.models.lora_requests.values()}
+        assert numbers == {1, 2}, "vLLM keeps the adapters that it has loaded"
+
+    asyncio.run(scenario())
+
+
+def test_slot_with_requests_in_flight_is_not_reserved(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 2)
+        await server.open()
+        slots = {name: await server.serve(name) for name in ("a", "b")}
+        await server.begin("a")
+        assert await server.serve("c") == slots["b"]
+        await server.begin("c")
+        waiting = asyncio.ensure_future(server.serve("d"))
+        after = asyncio.ensure_future(server.serve("e"))
+        assert await waits(waiting)
+        assert [*server.models.lora_requests] == ["c"], "a, the oldest, accepts no new requests"
+        server.end("c")
+        assert await waiting == slots["b"], "the first slot without requests"
+        assert await waits(after) is False
+        assert await after == slots["b"]
+        server.end("a")
+        assert await server.serve("f") == slots["a"]
+
+    asyncio.run(scenario())
+
+
+def test_request_that_the_engine_is_receiving_keeps_its_slot(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 1)
+        may_enter = asyncio.Event()
+
+        async def slowly(request: str, *, lora_request: Any = None) -> str:
+            await may_enter.wait()
+            server.engine.output_processor.request_states[request] = SimpleNamespace(lora_request=lora_request)
+            return request
+
+        server.engine.add_request = slowly  # type: ignore[method-assign]
+        await server.open()
+        await server.serve("a")
+        entering = asyncio.ensure_future(
+            server.engine.add_request("one", lora_request=server.models.lora_requests["a"])
+        )
+        waiting = asyncio.ensure_future(server.serve("b"))
+        assert await waits(waiting)
+        may_enter.set()
+        await entering
+        assert await waits(waiting)
+        server.end("one")
+        assert await waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_request_of_replaced_contents_is_refused(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 1)
+        await server.open()
+        await server.serve("a")
+        resolved = server.models.lora_requests["a"]
+        await server.adapters.reserve("b")
+        for name in ("being written", "written"):
+            with pytest.raises(ValueError, match="the adapter a was removed or replaced"):
+                await server.engine.add_request(name, lora_request=resolved)
+            server.adapters.serve_reserved("b")
+        await server.begin("b")
+
+    asyncio.run(scenario())
+
+
+def test_repeated_calls_for_a_slot_have_no_effect(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 2)
+        await server.open()
+        assert await server.adapters.reserve("a") == await server.adapters.reserve("a")
+        for _ in range(2):
+            server.adapters.serve_reserved("a")
+        assert await server.adapters.reserve("a") == 0
+        assert [*server.models.lora_requests] == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_slot_that_cannot_be_reserved_is_refused(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 1)
+        with pytest.raises(AttachError, match="the server has 0 open LoRA slots"):
+            await server.adapters.reserve("a")
+        with pytest.raises(AttachError, match="no LoRA slot is reserved for a"):
+            server.adapters.serve_reserved("a")
+        await server.open()
+        await server.adapters.reserve("a")
+        with pytest.raises(AttachError, match="the server has 1 open LoRA slots, and all of them are being written"):
+            await server.adapters.reserve("b")
+        await server.models.unload_lora_adapter(SimpleNamespace(lora_name="a"))
+        await server.serve("b")
+        server.models.lora_requests["c"] = adapter("c", 40)
+        await server.adapters.reserve("c")
+        with pytest.raises(AttachError, match="another adapter is served as c"):
+            server.adapters.serve_reserved("c")
+
+    asyncio.run(scenario())
+
+
+def test_open_slots_leave_other_adapters_alone(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 3)
+        await server.models.load_lora_adapter(SimpleNamespace(lora_name="theirs", lora_path=folder))
+        assert await server.adapters.open_slots(folder) == [1, 2]
+        refused = await server.models.load_lora_adapter(SimpleNamespace(lora_name="more", lora_path=folder))
+        assert "2 adapters are trained in place, and 4 adapters need --max-loras 4" in refused.error.message
+        for name in ("a", "b", "c"):
+            await server.serve(name)
+        assert [*server.models.lora_requests] == ["theirs", "b", "c"]
+        await server.adapters.release()
+        assert [*server.models.lora_requests] == ["theirs"]
+        assert server.engine.slots == [1, None, None]
+
+    asyncio.run(scenario())
+
+
+def test_open_slots_need_a_free_one(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 1)
+        server.models.lora_requests["theirs"] = adapter("theirs", 40)
+        with pytest.raises(AttachError, match="all 1 LoRA slots of the server hold other adapters: theirs"):
+            await server.adapters.open_slots(folder)
+
+    asyncio.run(scenario())
+
+
+def test_open_slots_after_a_failed_load_can_be_opened_again(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 2)
+        pin = server.engine.pin_lora
+
+        async def refuse_the_second(lora_id: int) -> bool:
+            if lora_id == 2:
+                raise RuntimeError("no memory")
+            return await pin(lora_id)
+
+        server.engine.pin_lora = refuse_the_second  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no memory"):
+            await server.adapters.open_slots(folder)
+        assert server.engine.slots == [None, None]
+        assert not server.models.lora_requests
+        await server.open()
+
+    asyncio.run(scenario())
+
+
 @pytest.fixture
 def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
     app = FastAPI()
