@@ -21,7 +21,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,7 +52,7 @@ from bridge.engine.sharing import shares_of
 from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, GradientError, RewardError, UsageError
 from bridge.modes import WAYS
-from bridge.modes.lora import LoraDisk, LoraOnRequest
+from bridge.modes.lora import AdapterSnapshot, LoraDisk, LoraOnRequest
 from bridge.modes.mode import Mode, RunContext
 from bridge.modes.shared_vllm import PatchedServer
 from bridge.optimizers import factory
@@ -364,15 +363,32 @@ class Policy:
             adapter.kept = None
             self._adapter = adapter
 
-    def snapshot(self, name: str) -> Future[Path]:
-        """Save the current state of the adapter in use to a temporary folder for the server, without an fsync.
+    def snapshot(self, name: str) -> AdapterSnapshot:
+        """Copy the current state of the adapter in use, to be sampled later.
 
-        A separate thread writes it; the future's result is the folder, or the UsageError that says why not. It
-        is removed with the policy.
+        A separate thread writes it to a temporary folder, without an fsync; the folder is removed with the policy.
         """
         with self._alone("snapshot"):
             mode, _ = self._adapters()
             return mode.snapshot(name)
+
+    def serve_snapshot(self, name: str, snapshot: AdapterSnapshot) -> None:
+        """Let the server serve a snapshot as `name`, which must be new. Any thread may call this.
+
+        It is written into a slot that no request uses, which this call waits for; what the slot held is not served any
+        more.
+
+        Raises:
+            UsageError: the snapshot could not be saved, or does not fit into a slot.
+            ServerUnreachableError: the server does not answer.
+        """
+        mode, _ = self._adapters()
+        mode.serve_snapshot(name, snapshot)
+
+    def unload_snapshot(self, name: str) -> None:
+        """Stop serving a snapshot, if it is served. Any thread may call this."""
+        mode, _ = self._adapters()
+        mode.unload(name)
 
     def restart_server(self) -> None:
         """Start the server again after it has died. Adapters are not lost: they are in this process, unlike the base.

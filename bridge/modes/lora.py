@@ -12,7 +12,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ from torch import nn
 
 from bridge.config import TrainConfig
 from bridge.core.concurrency import in_thread
-from bridge.errors import AttachError, ManifestError, UsageError
+from bridge.errors import AttachError, BridgeError, ManifestError, UsageError
 from bridge.modes.mode import Mode, RunContext
+from bridge.modes.open_slots import OpenSlots
 from bridge.modes.shared_vllm import PatchedServer, manifest_of
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
@@ -32,7 +33,7 @@ from bridge.server.fence import Update, Window
 from bridge.server.manifest import LoraSlot, Manifest
 from bridge.server.protocol import ADAPTER
 from bridge.weights import loaded, model_files, skeleton
-from bridge.weights.adapter import Adapter, Matrices
+from bridge.weights.adapter import Adapter, AdapterCopy, Matrices
 from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, open_handles, reattach
 
 logger = logging.getLogger(__name__)
@@ -340,16 +341,42 @@ class LoraDisk(_LoraMode):
         self.version = version
 
 
+class AdapterSnapshot:
+    """An adapter as it was at some moment: in a folder, or in host memory until it has been written there."""
+
+    def __init__(self, folder: Future[Path], copied: AdapterCopy | None = None) -> None:
+        self.folder = folder
+        """Its folder, once it has been written; the UsageError that says why not."""
+        self._copied = copied
+        folder.add_done_callback(self._forget_copy)
+
+    def read(self) -> AdapterCopy:
+        """Return the adapter. UsageError: its folder has no readable one."""
+        copied = self._copied
+        return AdapterCopy.read(self.folder.result()) if copied is None else copied
+
+    def _forget_copy(self, folder: Future[Path]) -> None:
+        error = folder.exception()
+        if error is None:
+            self._copied = None
+        elif self._copied is not None:
+            logger.warning("a snapshot of the adapter stays in memory, because it cannot be saved: %s", error)
+
+
 class LoraOnRequest(LoraDisk):
-    """Train several adapters on one base in turn; the server loads a version of one only when it is sampled."""
+    """Train several adapters on one base in turn; the server serves a version of one only when it is sampled.
+
+    What is sampled is written into one of the server's slots. If they cannot be shared, vLLM loads it from a folder.
+    """
 
     served: int | None = None
-    """Version under which the server has loaded the adapter that is in the model; None: it has not."""
+    """Version under which the server serves the adapter that is in the model; None: it does not."""
     is_changed = False
     """Whether the adapter has changed since then."""
 
     def __init__(self, config: TrainConfig, run: RunContext) -> None:
         self._saving = deque[Future[Path]]()
+        self._slots: OpenSlots | None = None
         super().__init__(config, run)
 
     @property
@@ -359,13 +386,13 @@ class LoraOnRequest(LoraDisk):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The server and the adapter that is in the model, as `catch_up` has loaded it."""
+        """The server and the adapter that is in the model, as `catch_up` has served it."""
         version = self.version if self.served is None else self.served
         return Endpoint(url=self._client.url, model=f"{ADAPTER}-{version}", version=version)
 
     def catch_up(self) -> None:
-        """Let the server load the adapter that is in the model, unless it has."""
-        if self.served is not None and not self.is_changed:
+        """Let the server serve the adapter that is in the model, unless it does."""
+        if self.served is not None and not self.is_changed and self._is_served(f"{ADAPTER}-{self.served}"):
             return
         before = self.served
         self._serve(self.version + 1)
@@ -392,17 +419,32 @@ class LoraOnRequest(LoraDisk):
             )
         self.revive(None)
 
-    def snapshot(self, name: str) -> Future[Path]:
-        """Copy the adapter, and let a separate thread save the copy; the future's result is its scratch folder."""
+    def snapshot(self, name: str) -> AdapterSnapshot:
+        """Copy the adapter, and let a separate thread save the copy in a scratch folder."""
         while len(self._saving) >= MOST_SAVING:
             wait([self._saving.popleft()])
         copied = self._adapter.copied()
         saving = in_thread(lambda: self._run.saved(name, copied.save), "adapter snapshot")
         self._saving.append(saving)
-        return saving
+        return AdapterSnapshot(saving, copied)
+
+    def serve_snapshot(self, name: str, snapshot: AdapterSnapshot) -> None:
+        """Let the server serve a snapshot as `name`, which is new each time. Any thread may call this."""
+        if self._slots is None:
+            self._client.load_adapter(name, snapshot.folder.result())
+        else:
+            self._slots.serve(name, snapshot.read())
+
+    def unload(self, name: str) -> None:
+        """Stop serving a snapshot, unless it made room for another one already. Any thread may call this."""
+        if self._is_served(name):
+            self._client.unload_adapter(name)
 
     def close(self) -> None:
         wait(self._saving)  # what is written is removed with the run's folder
+        if self._slots is not None:
+            with suppress(BridgeError):  # a dead server has no slots
+                self._release_slots()
         super().close()
 
     def _advance(self) -> int:
@@ -440,11 +482,43 @@ class LoraOnRequest(LoraDisk):
         self._client.unload_earlier_adapters()
         self.served = None
         self.version = max(self.version, 0)
+        self._open_slots()
+
+    def _open_slots(self) -> None:
+        """Open the server's slots, if they can be shared; log why not."""
+        self._slots = None
+        if self.shared is None:  # the log says why the base is a second copy
+            return
+        attached, client = self.shared
+        folder = self._run.saved(ADAPTER, self._adapter.save)
+        try:
+            self._slots = OpenSlots(attached, client, [*self._adapter.modules], folder)
+        except AttachError as error:
+            logger.warning("vLLM loads adapters from folders, which takes longer: %s (%s)", error.message, error.hint)
+        finally:
+            self._run.discard(folder.name)
+
+    def _release_slots(self) -> None:
+        assert isinstance(self._client, BridgeClient)
+        self._client.release_adapter()
+
+    def _is_served(self, name: str) -> bool:
+        """Return whether the server serves an adapter as `name`: any snapshot may have taken its slot."""
+        return self._slots is None or any(model.id == name for model in self._client.models())
+
+    def _serve(self, version: int) -> None:
+        if self._slots is None:
+            super()._serve(version)
+            return
+        name = f"{ADAPTER}-{version}"
+        self._slots.serve(name, self._adapter.copied())
+        self._served.append(name)
+        self.version = version
 
     def _forget(self, version: int) -> None:
         name = f"{ADAPTER}-{version}"
         self._served.remove(name)
-        self._client.unload_adapter(name)
+        self.unload(name)
         self._run.discard(name)
 
 

@@ -59,6 +59,8 @@ class Matrices:
     """Shape [out, r], or this rank's rows of it, multiplied by the scaling; [experts, out, r] for routed experts."""
 
 
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+"""Beginning of a matrix's name in a saved adapter, and the ends of A's and B's."""
 TRANSFER_BYTES = 2**26
 """Bytes of a transfer to host memory."""
 
@@ -84,6 +86,33 @@ class AdapterCopy:
 
     tensors: Mapping[str, Tensor]
     settings: peft.LoraConfig
+
+    @classmethod
+    def read(cls, folder: Path) -> "AdapterCopy":
+        """Return a saved adapter. UsageError: `folder` contains none that can be read, or not plain LoRA."""
+        try:
+            tensors = load_file(folder / ADAPTER_WEIGHTS)
+            settings = peft.LoraConfig.from_pretrained(str(folder))
+            extras = not_plain(json_lines.parsed((folder / ADAPTER_CONFIG).read_text()))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UsageError(
+                f"{folder} does not contain a readable adapter: {error}", hint="name the folder of a saved adapter"
+            ) from error
+        if extras:
+            raise UsageError(
+                f"the adapter {folder} has {', '.join(extras)}, expected plain LoRA: it would not have the output with"
+                " which it was trained",
+                hint=_as_plain(settings) if settings.use_rslora else "train this adapter with PEFT instead of Bridge",
+            )
+        return cls(tensors, settings)
+
+    def sides(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A and the unscaled B of each module that is not a stack of experts."""
+        return {
+            name.removeprefix(PREFIX).removesuffix(A): (tensor, self.tensors[name.removesuffix(A) + B])
+            for name, tensor in self.tensors.items()
+            if name.endswith(A)
+        }
 
     def save(self, folder: Path) -> None:
         """Write the adapter into `folder` in PEFT's format, which stock vLLM loads, too."""
@@ -215,20 +244,8 @@ class Adapter:
 
     def check(self, folder: Path) -> dict[str, Tensor]:
         """Return the tensors of a saved adapter; raise UsageError if they do not match this adapter."""
-        try:
-            saved: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
-            config = peft.LoraConfig.from_pretrained(str(folder))
-            extras = not_plain(json_lines.parsed((folder / ADAPTER_CONFIG).read_text()))
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UsageError(
-                f"{folder} does not contain a readable adapter: {error}", hint="name the folder of a saved adapter"
-            ) from error
-        if extras:
-            raise UsageError(
-                f"the adapter {folder} has {', '.join(extras)}, expected plain LoRA: it would not have the output with"
-                " which it was trained",
-                hint=_as_plain(config) if config.use_rslora else "train this adapter with PEFT instead of Bridge",
-            )
+        read = AdapterCopy.read(folder)
+        saved, config = dict(read.tensors), read.settings
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         wholes = {
             name: self._stored_shape(name, tensor) for name, tensor in self._state().items() if self._is_used(name)
@@ -338,7 +355,7 @@ def _padded(stored: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _name_of(key: str) -> str:
     """Convert a matrix's name in a saved adapter to its name in the model."""
-    return f"{key.removeprefix('base_model.model.').removesuffix('weight')}{NAME}.weight"
+    return f"{key.removeprefix(PREFIX).removesuffix('weight')}{NAME}.weight"
 
 
 def _inserted(model: PreTrainedModel, settings: peft.LoraConfig, target_modules: str) -> PeftModel:

@@ -3,6 +3,7 @@
 Not covered: training an adapter (`bridge/modes/lora.py`), and tensor parallelism, which exports no slots.
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from bridge.checks.one_copy_proof import NUM_SAMPLES, logprob_diffs, verify
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
+from bridge.modes.open_slots import OpenSlots
 from bridge.passes.prepared_model import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, fence
@@ -25,6 +27,8 @@ from bridge.server.fence import Update
 from bridge.server.manifest import AnyHandle, SharedMemoryHandle
 from bridge.types import Group
 from bridge.weights import shared_memory
+from bridge.weights.adapter import AdapterCopy
+from bridge.weights.attach import attach
 from tests import scenarios
 from tests.fenced import publish
 from tests.models import tiny
@@ -222,6 +226,56 @@ def test_cached_adapter_prefix_is_dropped_when_weights_change(lora_llama: LiveSe
         fill(model, 12)
         client.adapter("trained", saved(model, tmp_path / "adapter"))  # same name, same path
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
+
+
+def opened_slots(server: LiveServer, client: BridgeClient, folder: Path) -> OpenSlots:
+    return OpenSlots(attach(server.manifest), client, sorted(MODULES), folder)
+
+
+def test_adapters_that_take_turns_in_a_slot_have_their_own_caches(lora_llama: LiveServer, tmp_path: Path) -> None:
+    models = [adapted(lora_llama, seed) for seed in (14, 15)]
+    folders = [saved(model, tmp_path / str(number)) for number, model in enumerate(models)]
+    with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
+        slots = opened_slots(lora_llama, client, folders[0])
+        for turn in range(3):
+            for number, model in enumerate(models):
+                name = f"{number}-{turn}"
+                slots.serve(name, AdapterCopy.read(folders[number]))
+                for _ in range(2):  # the second time, the prompt's keys and values are cached
+                    assert largest_difference(model, sampled_long(lora_llama, name)) < PARITY_LIMIT
+                assert largest_difference(models[1 - number], sampled_long(lora_llama, name)) > 5 * PARITY_LIMIT
+                assert_slot_holds(lora_llama, slots.numbers[0], model)
+        assert [model.id for model in client.models()] == [lora_llama.manifest.model, "1-2"]
+        client.release_adapter()
+
+
+def test_requests_in_flight_keep_the_slot_until_they_end(lora_llama: LiveServer, tmp_path: Path) -> None:
+    models = [adapted(lora_llama, seed) for seed in (16, 17)]
+    folders = [saved(model, tmp_path / str(number)) for number, model in enumerate(models)]
+    body = {
+        **PROMPT, "model": "first", "max_tokens": 400, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    http = httpx.Client(base_url=lora_llama.manifest.url, headers=api_key.headers(), timeout=120, trust_env=False)
+    with http, ThreadPoolExecutor() as background, BridgeClient(lora_llama.manifest, timeout_s=120) as client:
+        slots = opened_slots(lora_llama, client, folders[0])
+        slots.serve("first", AdapterCopy.read(folders[0]))
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            next(lines)  # it is in flight
+            serving = background.submit(slots.serve, "second", AdapterCopy.read(folders[1]))
+            while any(model.id == "first" for model in client.models()):
+                assert not serving.done()
+            assert not serving.done()
+            assert_slot_holds(lora_llama, slots.numbers[0], models[0])
+            assert http.post("/v1/completions", json={**PROMPT, "model": "first"}).status_code == 404
+            (*_, last) = lines
+        serving.result(60)
+        usage = json.loads(last.removeprefix("data: "))["usage"]
+        assert usage["completion_tokens"] == 400, "it was not ended"
+        assert_slot_holds(lora_llama, slots.numbers[0], models[1])
+        assert largest_difference(models[1], lora_llama.sample("second")) < PARITY_LIMIT
+        client.release_adapter()
 
 
 def test_requests_end_when_their_adapter_is_replaced(lora_llama: LiveServer, tmp_path: Path) -> None:

@@ -71,7 +71,10 @@ SURFACE = {
 }
 """Functions and methods that programs call, by the names of their parameters: changing one breaks those programs."""
 ATTRIBUTES = {"model"}
-OF_RUNS = {"endpoint", "fence", "open", "opened", "prepared", "read_state", "snapshot", "trainable", "write_state"}
+OF_RUNS = {
+    "endpoint", "fence", "open", "opened", "prepared", "read_state", "serve_snapshot", "snapshot", "trainable",
+    "unload_snapshot", "write_state",
+}  # fmt: skip
 """Further members of a policy that `bridge run` and `bridge tinker` use; they may change."""
 
 

@@ -1,11 +1,13 @@
 """A toy server in the calling process: fused and padded weights in a shared-memory file."""
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -14,6 +16,7 @@ import bridge
 from bridge.server.manifest import MANIFEST_NAME, LoraSlot, Manifest, Shard, SharedMemoryHandle, View
 from bridge.weights import shared_memory
 from bridge.weights.model_folder import state
+from bridge.weights.stored_tensors import stored_names
 from tests.models import tiny, vllm_cuts
 from tests.unit.checks_sample import edited, manifest
 
@@ -110,6 +113,21 @@ def with_slots(server: ToyServer, rank: int, *, num_slots: int = 2, without: str
     exported = {name: LoraSlot(lora_a=handles[f"{name}.a"], lora_b=handles[f"{name}.b"]) for name in names}
     slots = {name: (tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}
     return replace(server, manifest=server.edited(lora_slots=exported), slots=slots)
+
+
+def fill_slot(server: ToyServer, slot: int, folder: Path) -> None:
+    """Fill a slot with a saved adapter as vLLM does: B times the scaling, with zeros beyond the adapter's rank."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    rank, scaling = config["r"], config["lora_alpha"] / config["r"]
+    stored = load_file(folder / "adapter_model.safetensors")
+    for name, (a, b) in server.slots.items():
+        for whole in (a, b):
+            whole[slot].zero_()
+        key = f"base_model.model.{name}.lora_A.weight"
+        if (names := stored_names(key, a.shape[1:]))[0] in stored:
+            a[slot, :, :rank].copy_(torch.stack([stored[key] for key in names]))
+            both = torch.stack([stored[key.replace("lora_A", "lora_B")] for key in names])
+            b[slot, ..., :rank].copy_(both.float() * scaling)
 
 
 def _of_experts(name: str, experts: Any, sizes: tuple[int, int]) -> dict[str, Tensor]:

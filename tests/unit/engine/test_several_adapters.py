@@ -30,6 +30,7 @@ SAMPLES = [
     )
     for value in (1.0, -0.5)
 ]
+NUM_SLOTS = 2
 LORA = bridge.LoraConfig(r=8, alpha=16)
 
 
@@ -40,7 +41,7 @@ def attached(path: Path, **choices: Any) -> bridge.Policy:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with patched_server.tiny_llama(tmp_path_factory.mktemp("server")) as served:
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("server"), num_slots=NUM_SLOTS) as served:
         yield served
 
 
@@ -143,7 +144,31 @@ def test_a_saved_adapter_continues_exactly(policy: bridge.Policy, tmp_path: Path
         policy.load(tmp_path / "weights")
 
 
-def test_only_what_is_sampled_is_loaded_by_the_server(policy: bridge.Policy, server: LiveServer) -> None:
+def test_adapters_beyond_the_slots_are_each_sampled(policy: bridge.Policy, server: LiveServer) -> None:
+    held = [policy.new_adapter(r=2, seed=seed) for seed in range(NUM_SLOTS + 1)]
+    seen = list[dict[str, Any]]()
+    for _ in range(2):
+        for one in held:
+            policy.use(one)
+            policy.sample(["1+1="], n=1, max_tokens=2)
+            seen.append(httpx.get(f"{server.manifest.url}/sampled", trust_env=False).json()[-1])
+            assert len(served(server)) <= NUM_SLOTS
+    digests = [one["held"] for one in seen]
+    assert digests[: len(held)] == digests[len(held) :]
+    assert len({*digests}) == len(held)
+    assert len({one["model"] for one in seen}) == len(seen), "cached keys and values are looked up by the name"
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_only_what_is_sampled_is_served(request: pytest.FixtureRequest, tmp_path: Path, has_slots: bool) -> None:
+    if has_slots:
+        only_what_is_sampled_is_served(request.getfixturevalue("policy"), request.getfixturevalue("server"))
+        return
+    with patched_server.tiny_llama(tmp_path) as server, attached(server.path) as policy:
+        only_what_is_sampled_is_served(policy, server)
+
+
+def only_what_is_sampled_is_served(policy: bridge.Policy, server: LiveServer) -> None:
     first = policy.adapter
     assert not served(server)
     second = policy.new_adapter(r=2)

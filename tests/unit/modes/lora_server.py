@@ -1,17 +1,15 @@
 """A server that accepts adapters: the routes of Bridge's fence and of vLLM's adapters, over a toy server's slots."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bridge.core.process import ProcessIdentity
 from bridge.server.protocol import FenceState, Refusal, Status, Written
-from bridge.weights.stored_tensors import stored_names
+from tests.unit import toy_server
 from tests.unit.checks_sample import dead_holder
 from tests.unit.http_server import Answer, HttpRequest, as_json
 from tests.unit.toy_server import ToyServer
@@ -56,7 +54,9 @@ class LoraServer:
                 del self.adapters[body["lora_name"]]
                 return Answer("Success")
             case "POST adapter":
-                self._load_into_slot(Path(body["path"]))
+                toy_server.fill_slot(self.toy, SLOT, Path(body["path"]))
+                for a, _ in self.toy.slots.values():
+                    a[SLOT].copy_(a[SLOT] * self.seats(1.0))
                 return as_json({"slot": SLOT})
             case "POST pause" if self.state == "torn" and not body["takeover"]:
                 status = self.status()
@@ -70,21 +70,6 @@ class LoraServer:
             model="tiny", version=self.version, state=self.state, server=self.toy.manifest.server, writes=self.writes,
             can_sleep=True, holder=dead_holder() if self.state == "torn" else None,
         )  # fmt: skip
-
-    def _load_into_slot(self, folder: Path) -> None:
-        """Fill the slot as vLLM does: B times the scaling, with zeros beyond the adapter's rank."""
-        config = json.loads((folder / "adapter_config.json").read_text())
-        rank, scaling = config["r"], config["lora_alpha"] / config["r"]
-        stored = load_file(folder / "adapter_model.safetensors")
-        for name, (a, b) in self.toy.slots.items():
-            for whole in (a, b):
-                whole[SLOT].zero_()
-            key = f"base_model.model.{name}.lora_A.weight"
-            if (names := stored_names(key, a.shape[1:]))[0] in stored:
-                a[SLOT, :, :rank].copy_(torch.stack([stored[key] for key in names]))
-                both = torch.stack([stored[key.replace("lora_A", "lora_B")] for key in names])
-                b[SLOT, ..., :rank].copy_(both.float() * scaling)
-            a[SLOT].copy_(a[SLOT] * self.seats(1.0))
 
 
 def refusal(error: str, hint: str) -> Answer:
