@@ -1,7 +1,8 @@
 """Several clients' adapters on one base: vLLM serves snapshots of them beside the base, each under its own name.
 
-A snapshot is a folder, written in the background, that vLLM loads when it is first sampled, and again after it has
-evicted it; it never changes. A model whose newest weights are sampled (`inflight`) gets a snapshot at every step.
+A snapshot is written into one of vLLM's slots when it is first sampled, and again if it has made room for another one
+meanwhile; it never changes. Its folder, written in the background, keeps it until then. A model whose newest weights
+are sampled (`inflight`) gets a snapshot at every step.
 """
 
 import asyncio
@@ -11,8 +12,9 @@ import shutil
 import uuid
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from bridge.core.http_limits import Refusal
 from bridge.engine.policy import Policy
 from bridge.errors import BridgeError, UsageError
+from bridge.modes.lora import AdapterSnapshot
 from bridge.server.client import VllmClient
 from bridge.tinker.paths import Checkpoints, SavedPath
 from bridge.tinker.training import Model, SamplingClient, Trainer
@@ -43,15 +46,16 @@ PARTS = {"train_attn": True, "train_mlp": True}
 class Snapshot:
     """An adapter that vLLM may serve."""
 
-    saved: Future[Path]
-    """Its folder, once it has been written."""
+    adapter: AdapterSnapshot
     model_id: str
     """The model it was taken of. Unnamed snapshots are dropped when their model is freed."""
     is_named: bool
     is_live: bool = False
     num_sampling: int = 0
     """Number of requests that are sampling from it."""
-    is_loaded: bool = False
+    num_loads: int = 0
+    served_as: str | None = None
+    """Name under which vLLM serves it, a new one each time; None: it does not."""
 
 
 class Adapters(Trainer):
@@ -64,8 +68,10 @@ class Adapters(Trainer):
         super().__init__(policy, base_name, checkpoints)
         self.most_models = most_models
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
-        """Name in vLLM -> snapshot, oldest first."""
+        """Name -> snapshot, oldest first."""
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._filling = asyncio.Lock()
+        """Held while a snapshot waits for a slot: one thread is enough for that."""
         self._client = VllmClient(policy.url)
         models = self._client.models()
         self._served_base = models[0].id
@@ -75,14 +81,14 @@ class Adapters(Trainer):
         self._try_server()
 
     def _try_server(self) -> None:
-        """Load a snapshot into the server and unload it again. UsageError: the server does not accept adapters."""
+        """Let the server serve a snapshot for a moment. UsageError: it does not accept adapters."""
         name = f"{PREFIX}try"
-        folder = self.policy.snapshot(name).result()
+        snapshot = self.policy.snapshot(name)
         try:
-            self._client.load_adapter(name, folder)
-            self._client.unload_adapter(name)
+            self.policy.serve_snapshot(name, snapshot)
+            self.policy.unload_snapshot(name)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(snapshot.folder.result(), ignore_errors=True)
 
     def _take(self, model: Model) -> None:
         assert model.adapter is not None
@@ -134,8 +140,8 @@ class Adapters(Trainer):
 
     def _add_snapshot(self, model: Model, *, is_live: bool) -> str:
         name = f"{PREFIX}{uuid.uuid4()}"
-        saved = self.policy.snapshot(name)
-        self._snapshots[name] = Snapshot(saved, model.id, is_named=False, is_live=is_live)
+        taken = self.policy.snapshot(name)
+        self._snapshots[name] = Snapshot(taken, model.id, is_named=False, is_live=is_live)
         return name
 
     # Sampling, in the event loop.
@@ -149,15 +155,16 @@ class Adapters(Trainer):
         weights = folder / ADAPTER_WEIGHTS
         if not weights.is_file():
             raise Refusal(f"{path} has no adapter, but all weights: serve it by bridge serve-vllm --model {folder}")
-        # the same path may be deleted and written again, and vLLM knows what it has loaded by name
+        # the same path may be deleted and written again
         name = f"{PREFIX}{saved.run}/{saved.kind}/{saved.name}@{weights.stat().st_mtime_ns}"
         if name not in self._snapshots:
             written = Future[Path]()
             written.set_result(folder)
-            self._snapshots[name] = Snapshot(written, saved.run, is_named=True)
+            self._snapshots[name] = Snapshot(AdapterSnapshot(written), saved.run, is_named=True)
         return SamplingClient(path=path, snapshot=name)
 
-    async def served_name(self, client: SamplingClient) -> str:
+    @asynccontextmanager
+    async def serving(self, client: SamplingClient) -> AsyncIterator[str]:
         name = client.snapshot
         if client.follows is not None:
             model = self.models.get(client.follows)
@@ -167,7 +174,8 @@ class Adapters(Trainer):
                 )
             name = model.live
         if name is None:
-            return self._served_base
+            yield self._served_base
+            return
         snapshot = self._snapshots.get(name)
         if snapshot is None:
             raise UsageError(
@@ -176,20 +184,30 @@ class Adapters(Trainer):
             )
         snapshot.num_sampling += 1
         try:
-            async with self._loading[name]:
-                if not snapshot.is_loaded:
-                    folder = await asyncio.wrap_future(snapshot.saved)
-                    await asyncio.to_thread(self._client.load_adapter, name, folder)
-                    snapshot.is_loaded = True
             await asyncio.shield(self._drop_old())  # canceled midway, it would leave folders behind
-        except BaseException:
+            yield await self._served(name, snapshot)
+        finally:
             snapshot.num_sampling -= 1
-            raise
-        return name
 
-    def sampled(self, client: SamplingClient, name: str) -> None:  # noqa: ARG002 - the base class's
-        if (snapshot := self._snapshots.get(name)) is not None:
-            snapshot.num_sampling -= 1
+    async def _served(self, name: str, snapshot: Snapshot) -> str:
+        """Return the name under which vLLM serves a snapshot, after it has got a slot."""
+        async with self._loading[name]:
+            if snapshot.served_as is None:
+                snapshot.num_loads += 1
+                served_as = name if snapshot.num_loads == 1 else f"{name}~{snapshot.num_loads}"
+                async with self._filling:
+                    await asyncio.to_thread(self.policy.serve_snapshot, served_as, snapshot.adapter)
+                snapshot.served_as = served_as
+            return snapshot.served_as
+
+    async def is_served(self, name: str) -> bool:
+        served = await asyncio.to_thread(self._client.models)
+        if any(model.id == name for model in served):
+            return True
+        for snapshot in self._snapshots.values():
+            if snapshot.served_as == name:
+                snapshot.served_as = None
+        return False
 
     def restart_server(self) -> bool:
         try:
@@ -198,7 +216,7 @@ class Adapters(Trainer):
             logger.warning("vLLM is not restarted: %s", error.message)
             return False
         for snapshot in [*self._snapshots.values()]:
-            snapshot.is_loaded = False
+            snapshot.served_as = None
         logger.info("vLLM was restarted; %d models and their optimizers are unchanged", len(self.models))
         return True
 
@@ -223,16 +241,16 @@ class Adapters(Trainer):
                 continue
             self._loading.pop(name, None)
             try:
-                if snapshot.is_loaded:
-                    await asyncio.to_thread(self._client.unload_adapter, name)
+                if snapshot.served_as is not None:
+                    await asyncio.to_thread(self.policy.unload_snapshot, snapshot.served_as)
             except BridgeError as error:  # no request depends on it
                 logger.warning("vLLM does not unload %s: %s", name, error.message)
             with contextlib.suppress(Exception):  # it was not written
-                folder = await asyncio.wrap_future(snapshot.saved)
+                folder = await asyncio.wrap_future(snapshot.adapter.folder)
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def close(self) -> None:
-        """Close the connection. Snapshots that vLLM has loaded are unloaded at the next start."""
+        """Close the connection."""
         self._client.close()
 
 

@@ -1,7 +1,8 @@
 """All weights are trained, for one model at a time, in the server's memory: vLLM samples only the newest version."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,14 @@ class AllWeights(Trainer):
             )
         return SamplingClient(version=version, path=path)
 
-    async def served_name(self, client: SamplingClient) -> str:
+    @asynccontextmanager
+    async def serving(self, client: SamplingClient) -> AsyncIterator[str]:
         self.check_sampled(client)
         self.num_snapshots_sampling += client.version is not None
-        return self._served_name
-
-    def sampled(self, client: SamplingClient, name: str) -> None:  # noqa: ARG002 - the base class's
-        self.num_snapshots_sampling -= client.version is not None
+        try:
+            yield self._served_name
+        finally:
+            self.num_snapshots_sampling -= client.version is not None
 
     def check_sampled(self, client: SamplingClient) -> None:
         if client.version not in (None, self.policy.version):

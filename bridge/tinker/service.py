@@ -20,6 +20,7 @@ import httpx
 from bridge.core.http_limits import Refusal
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.server.client import VllmClient, error_message, open_async_http
+from bridge.server.protocol import COMPLETIONS
 from bridge.tinker import wire
 from bridge.tinker.paths import KINDS, SavedPath
 from bridge.tinker.training import SamplingClient, Trainer
@@ -379,12 +380,15 @@ class Service:
         self.trainer.check_sampled(client)  # what was sampled meanwhile may be of newer weights
         return wire.sample_result(reply, body, prompt)
 
-    async def _reply(self, client: SamplingClient, body: Mapping[str, Any], prompt: list[int]) -> dict[str, Any]:
-        model = await self.trainer.served_name(client)
-        try:
-            return await self._generated(body, prompt, model)
-        finally:
-            self.trainer.sampled(client, model)
+    async def _reply(self, client: SamplingClient, body: Mapping[str, Any], prompt: list[int]) -> wire.Sampled:
+        """Return what vLLM samples; a snapshot that has made room for another one meanwhile is served again."""
+        while True:
+            async with self.trainer.serving(client) as model:
+                try:
+                    return await self._generated(body, prompt, model)
+                except UsageError:
+                    if await self.trainer.is_served(model):
+                        raise
 
     async def _restarted(self, starts: int) -> bool:
         """Restart vLLM if it is dead, and return whether the request may be repeated.
@@ -411,12 +415,12 @@ class Service:
             return False
         return True
 
-    async def _generated(self, body: Mapping[str, Any], prompt: list[int], model: str) -> dict[str, Any]:
+    async def _generated(self, body: Mapping[str, Any], prompt: list[int], model: str) -> wire.Sampled:
         """Return vLLM's answer: token ids in, token ids with log-probabilities out."""
         if self._http is None:
             self._http = open_async_http()
-        request = _generate_request(body, prompt, model, self.policy.max_model_len)
-        url = f"{self.policy.url}/generate"
+        route, request = _sampling_request(body, prompt, model, self.policy.max_model_len)
+        url = f"{self.policy.url}{route}"
         try:
             try:
                 answer = await self._http.post(url, json=request)
@@ -431,8 +435,7 @@ class Service:
             if answer.is_client_error:
                 raise UsageError(words, hint="change the request")
             raise ServerUnreachableError(words, hint="its log says why")
-        reply: dict[str, Any] = answer.json()
-        return reply
+        return wire.sampled(answer.json(), prompt)
 
     def stop(self) -> None:
         """Answer all open polls now, since they would delay the end of the server."""
@@ -528,8 +531,13 @@ def _prompt(body: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def _generate_request(body: Mapping[str, Any], prompt: list[int], model: str, longest: int | None) -> dict[str, Any]:
-    """Return the body of `POST /generate` for a request to sample."""
+def _sampling_request(
+    body: Mapping[str, Any], prompt: list[int], model: str, longest: int | None
+) -> tuple[str, dict[str, Any]]:
+    """Return the server's route for a request to sample, and the body of the request to it.
+
+    The route of rollouts is the fast one; `/generate` also filters, and reports the likeliest tokens.
+    """
     chosen = body.get("sampling_params") or {}
     unknown = sorted(name for name, given in chosen.items() if given is not None and name not in SAMPLING_PARAMS)
     if unknown:
@@ -548,20 +556,30 @@ def _generate_request(body: Mapping[str, Any], prompt: list[int], model: str, lo
     def value(name: str, default: float) -> Any:
         return default if chosen.get(name) is None else chosen[name]
 
-    request = {
-        "model": model, "prompt": {"prompt_token_ids": prompt}, "n": body.get("num_samples") or 1, "max_tokens": limit,
-        "temperature": value("temperature", 1.0), "top_p": value("top_p", 1.0), "top_k": max(value("top_k", -1), 0),
-        "logprobs": body.get("topk_sample_logprobs") or 0,
+    seed, stop = chosen.get("seed"), chosen.get("stop")
+    num_likeliest = body.get("topk_sample_logprobs") or 0
+    num_likeliest_of_prompt = body.get("topk_prompt_logprobs") or 0
+    scores_prompt = bool(body.get("prompt_logprobs") or num_likeliest_of_prompt)
+    top_k, top_p = max(value("top_k", -1), 0), value("top_p", 1.0)
+    request: dict[str, Any] = {
+        "model": model, "n": body.get("num_samples") or 1, "max_tokens": limit,
+        "temperature": value("temperature", 1.0),
     }  # fmt: skip
-    if chosen.get("seed") is not None:
-        request["seed"] = chosen["seed"]
-    stop = chosen.get("stop")
-    if stop == []:
-        request["ignore_eos"] = True
-    elif isinstance(stop, list) and all(type(token) is int for token in stop):
+    if seed is not None:
+        request["seed"] = seed
+    has_stop_tokens = isinstance(stop, list) and all(type(token) is int for token in stop)
+    if stop and has_stop_tokens:
         request["stop_token_ids"] = stop
     elif stop:
-        request |= {"stop": stop, "include_stop_str_in_output": True}
-    if body.get("prompt_logprobs") or body.get("topk_prompt_logprobs"):
-        request["prompt_logprobs"] = body.get("topk_prompt_logprobs") or 0
-    return request
+        request["stop"] = [stop] if isinstance(stop, str) else stop
+    ignores_end = stop == []
+    if not (top_k or top_p != 1 or num_likeliest or num_likeliest_of_prompt or ignores_end or limit is None):
+        return COMPLETIONS, {**request, "prompt": prompt, "prompt_logprobs": scores_prompt}
+    request |= {"prompt": {"prompt_token_ids": prompt}, "top_p": top_p, "top_k": top_k, "logprobs": num_likeliest}
+    if ignores_end:
+        request["ignore_eos"] = True
+    if "stop" in request:
+        request["include_stop_str_in_output"] = True
+    if scores_prompt:
+        request["prompt_logprobs"] = num_likeliest_of_prompt
+    return "/generate", request

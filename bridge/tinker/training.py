@@ -10,6 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -256,14 +257,18 @@ class Trainer(ABC):
         """Return a client of a checkpoint or of the base model; Refusal, UsageError: it cannot be sampled."""
 
     @abstractmethod
-    async def served_name(self, client: SamplingClient) -> str:
-        """Return the name under which vLLM serves what a client samples from; UsageError: it does not any more."""
+    def serving(self, client: SamplingClient) -> AbstractAsyncContextManager[str]:
+        """Let vLLM serve what a client samples from during the block, and yield the name under which it does.
+
+        UsageError: it cannot any more.
+        """
+
+    async def is_served(self, name: str) -> bool:  # noqa: ARG002 - all weights always are
+        """Return whether vLLM still serves what it has served as `name`."""
+        return True
 
     def check_sampled(self, client: SamplingClient) -> None:  # noqa: B027 - adapters do not change while they are sampled
         """Raise UsageError if what a client has sampled may be of other weights than its own."""
-
-    def sampled(self, client: SamplingClient, name: str) -> None:  # noqa: B027 - same reason
-        """Note that a request of a client has ended; `name` is what `served_name` returned."""
 
     def restart_server(self) -> bool:
         """Start vLLM again after it has died; False: its death cannot be survived. The main thread calls it."""

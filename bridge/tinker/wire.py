@@ -166,23 +166,74 @@ def pass_result(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, f
     return encoded
 
 
-def sample_result(reply: Mapping[str, Any], request: Mapping[str, Any], prompt: Sequence[int]) -> bytes:
-    """Encode a server's reply to `POST /generate` as the result of this request."""
+Position = Mapping[str, float]
+"""Token id as text -> its log-probability, at one position."""
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One sampled sequence."""
+
+    tokens: Sequence[int]
+    is_cut: bool
+    """Whether it ended at its limit."""
+    positions: Sequence[Position]
+    """For each token, the log-probabilities that are known there; the token's own is among them."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a server has sampled."""
+
+    sequences: Sequence[SampledSequence]
+    prompt: Sequence[Position | None] | None
+    """The same for each token of the prompt, None where nothing is known; None: it was not scored."""
+
+
+def sampled(reply: Mapping[str, Any], prompt: Sequence[int]) -> Sampled:
+    """Read a server's reply to Bridge's route of completions, or to `POST /generate`."""
+    if "choices" in reply:
+        choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
+        sequences = [
+            SampledSequence(
+                choice["token_ids"],
+                choice["finish_reason"] == "length",
+                _own(choice["token_ids"], choice["logprobs"]["token_logprobs"]),
+            )
+            for choice in choices
+        ]
+        scores = choices[0].get("prompt_logprobs")
+        return Sampled(sequences, None if scores is None else _own(prompt, scores))
+    sequences = [
+        SampledSequence(tokens, reason == "length", [position[0] for position in positions])
+        for tokens, reason, positions in zip(
+            reply["token_ids"], reply["finish_reasons"], reply["logprobs"], strict=True
+        )
+    ]
+    return Sampled(sequences, reply.get("prompt_logprobs"))
+
+
+def _own(tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Any]:
+    both = zip(tokens, logprobs, strict=True)
+    return [None if logprob is None else {str(token): logprob} for token, logprob in both]
+
+
+def sample_result(found: Sampled, request: Mapping[str, Any], prompt: Sequence[int]) -> bytes:
+    """Encode what was sampled as the result of this request."""
     pb: Any = messages()
     answer = pb.SampleResponse()
     k = request.get("topk_sample_logprobs") or 0
-    for tokens, reason, positions in zip(reply["token_ids"], reply["finish_reasons"], reply["logprobs"], strict=True):
-        own = [position[0][str(token)] for token, position in zip(tokens, positions, strict=True)]
-        stop = pb.STOP_REASON_LENGTH if reason == "length" else pb.STOP_REASON_STOP
-        sequence = answer.sequences.add(stop_reason=stop)
-        sequence.tokens = np.array(tokens, "<i4").tobytes()
+    for one in found.sequences:
+        own = [position[str(token)] for token, position in zip(one.tokens, one.positions, strict=True)]
+        sequence = answer.sequences.add(stop_reason=pb.STOP_REASON_LENGTH if one.is_cut else pb.STOP_REASON_STOP)
+        sequence.tokens = np.array(one.tokens, "<i4").tobytes()
         sequence.logprobs = np.array(own, "<f4").tobytes()
         if k:
-            sequence.topk_sampled_logprobs.CopyFrom(_likeliest([position[0] for position in positions], k))
+            sequence.topk_sampled_logprobs.CopyFrom(_likeliest(one.positions, k))
     if request.get("prompt_logprobs") or request.get("topk_prompt_logprobs"):
         last = request.get("prompt_logprobs_last_n")
         first = 1 if last is None else max(1, len(prompt) - last)
-        positions = [place if index >= first else None for index, place in enumerate(reply["prompt_logprobs"])]
+        positions = [place if index >= first else None for index, place in enumerate(found.prompt or ())]
         scored = [np.nan if p is None else p[str(token)] for token, p in zip(prompt, positions, strict=True)]
         answer.prompt_logprobs = np.array(scored, "<f4").tobytes()
         if k := request.get("topk_prompt_logprobs") or 0:
@@ -191,7 +242,7 @@ def sample_result(reply: Mapping[str, Any], request: Mapping[str, Any], prompt: 
     return encoded
 
 
-def _likeliest(positions: Sequence[Mapping[str, float] | None], k: int) -> Any:
+def _likeliest(positions: Sequence[Position | None], k: int) -> Any:
     pb: Any = messages()
     ids, values = np.zeros((len(positions), k), "<i4"), np.full((len(positions), k), NOTHING, "<f4")
     for row, position in enumerate(positions):

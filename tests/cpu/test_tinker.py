@@ -35,6 +35,7 @@ def test_the_real_client_passes_its_checks_on_vllm(tmp_path: Path, is_lora: bool
         printed = tinker_sdk.checks(url, about, tmp_path, limit_s=900)
         process.terminate()
         assert process.wait(120) == 0, log.read_text()
+        assert "vLLM loads adapters from folders" not in log.read_text()
     assert printed.count("PASS") > 60, printed
 
 

@@ -22,7 +22,7 @@ STEP = {"adam_params": {"learning_rate": 1e-3}}
 def served(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     """Yield a service whose jobs another thread does, as the main thread of the command does them."""
     monkeypatch.setattr(wire, "pass_result", lambda logprobs, metrics: {"logprobs": logprobs, "metrics": metrics})
-    monkeypatch.setattr(wire, "sample_result", lambda reply, *_: {"tokens": reply["token_ids"]})
+    monkeypatch.setattr(wire, "sample_result", lambda found, *_: {"tokens": [one.tokens for one in found.sequences]})
     jobs: SimpleQueue[Job | None] = SimpleQueue()
     made = Service(trainer, jobs)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +32,42 @@ from bridge.tinker.wire import Datum, PassRequest
 from bridge.weights.adapter import AdapterCopy
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
+from tests.unit.patched_server import Sampled
 from tests.unit.tinker import calls
 from tests.unit.tinker.calls import done, new_model, request, run, sampling, step
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("tinker")]
 
 
+NUM_SLOTS = 4
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with patched_server.tiny_llama(tmp_path_factory.mktemp("server")) as served:
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("server"), num_slots=NUM_SLOTS) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def without_slots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server whose slots are not shared, so that vLLM loads adapters from folders."""
+    with patched_server.tiny_llama(tmp_path_factory.mktemp("without_slots")) as served:
         yield served
 
 
 @pytest.fixture
 def service(server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    with made(server, tmp_path, monkeypatch) as service:
+        yield service
+
+
+@contextmanager
+def made(server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     lora = bridge.LoraConfig(r=8, alpha=32)
     with closing(bridge.attach(server.path, lora=lora, several_adapters=True)) as policy:
         trainer = Adapters(policy, "base", Checkpoints(tmp_path / "runs"), most_models=2)
-        with calls.served(trainer, monkeypatch) as made:
-            yield made
+        with calls.served(trainer, monkeypatch) as service:
+            yield service
 
 
 def loaded(server: LiveServer) -> list[str]:
@@ -58,9 +75,17 @@ def loaded(server: LiveServer) -> list[str]:
     return [model["id"] for model in answer["data"][1:]]
 
 
-def sampled_from(server: LiveServer) -> str:
-    names: list[str] = httpx.get(f"{server.manifest.url}/sampled_from", trust_env=False).json()
-    return names[-1]
+def sampled(server: LiveServer) -> list[Sampled]:
+    """Return what requests have sampled from; none of them has seen its slot change."""
+    found: list[Sampled] = httpx.get(f"{server.manifest.url}/sampled", trust_env=False).json()
+    assert all(one["is_same"] for one in found)
+    return found
+
+
+def sampled_from(server: LiveServer) -> tuple[str, str]:
+    """Return the model that was sampled last, and a digest of its slot."""
+    last = sampled(server)[-1]
+    return last["model"].partition("~")[0], last["held"]
 
 
 async def client(service: Service, model: str, seq_id: int, **more: Any) -> str:
@@ -86,8 +111,13 @@ async def refused(service: Service, *models: str) -> str:
     return str((await done(service, promise))["error"])
 
 
-def test_each_client_samples_from_its_own_weights(service: Service, server: LiveServer) -> None:
-    async def scenario() -> None:
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_each_client_samples_from_its_own_weights(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_slots: bool
+) -> None:
+    server: LiveServer = request.getfixturevalue("server" if has_slots else "without_slots")
+
+    async def scenario(service: Service) -> None:
         one, two = await new_model(service), await new_model(service)
         first = await client(service, one, 1)
         live = await client(service, one, 2, kind="inflight")
@@ -101,15 +131,17 @@ def test_each_client_samples_from_its_own_weights(service: Service, server: Live
             assert "tokens" in await sample(service, sampler)
             names.append(sampled_from(server))
         assert len({*names}) == 5
-        assert names[-1] == server.manifest.model
+        assert names[-1] == (server.manifest.model, "")
         await step(service, one, 4)
         after = []
         for sampler in (first, live, named, other, base):
             assert "tokens" in await sample(service, sampler, 1)
             after.append(sampled_from(server))
         assert [a == b for a, b in zip(after, names, strict=True)] == [True, False, True, True, True]
+        assert len({held for _, held in (*names, *after)}) == (4 if has_slots else 1), "one, two, one's step, no slot"
 
-    run(scenario())
+    with made(server, tmp_path, monkeypatch) as service:
+        run(scenario(service))
 
 
 def test_a_snapshot_has_the_weights_of_its_turn(service: Service) -> None:
@@ -121,7 +153,7 @@ def test_a_snapshot_has_the_weights_of_its_turn(service: Service) -> None:
         await client(service, model, 4)
         trainer = service.trainer
         assert isinstance(trainer, Adapters)
-        folders = [kept.saved.result() for kept in trainer._snapshots.values()]
+        folders = [kept.adapter.folder.result() for kept in trainer._snapshots.values()]
         before, after = (load_file(folder / "adapter_model.safetensors") for folder in folders)
         assert all(not tensor.any() for name, tensor in before.items() if "lora_B" in name)
         assert all(tensor.any() for name, tensor in after.items() if "lora_B" in name)
@@ -129,7 +161,7 @@ def test_a_snapshot_has_the_weights_of_its_turn(service: Service) -> None:
     run(scenario())
 
 
-def test_a_snapshot_is_written_while_others_train(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_sampled_before_it_is_written(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
     write = AdapterCopy.save
 
@@ -141,29 +173,68 @@ def test_a_snapshot_is_written_while_others_train(service: Service, monkeypatch:
         one, two = await new_model(service), await new_model(service)
         monkeypatch.setattr(AdapterCopy, "save", later)
         sampler = await client(service, one, 1)
-        asked = asyncio.ensure_future(sample(service, sampler))
         await step(service, two, 1)
         await step(service, one, 2)
-        assert not asked.done()
+        assert "tokens" in await sample(service, sampler)
         may_write.set()
-        assert "tokens" in await asked
 
     run(scenario())
 
 
-def test_a_snapshot_without_disk_space_is_said_when_sampled(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_a_snapshot_without_disk_space_is_said(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_slots: bool,
+) -> None:
+    """A slot is filled from memory; a folder that vLLM should load is not there."""
+
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async def scenario() -> None:
+    async def scenario(service: Service) -> None:
         model = await new_model(service)
         with monkeypatch.context() as patched:
             patched.setattr(AdapterCopy, "save", full)
             sampler = await client(service, model, 1)
-            error = (await sample(service, sampler))["error"]
-        assert "cannot write" in error
-        assert "No space left on device" in error
+            for number in range(2):
+                answer = await sample(service, sampler, number)
+                assert ("tokens" in answer) == has_slots
+        said = caplog.text if has_slots else answer["error"]
+        assert "cannot write" in said
+        assert "No space left on device" in said
         assert "tokens" in await sample(service, await client(service, model, 2))
+
+    with made(request.getfixturevalue("server" if has_slots else "without_slots"), tmp_path, monkeypatch) as service:
+        run(scenario(service))
+
+
+def test_snapshots_that_take_turns_in_slots_are_each_sampled_whole(service: Service, server: LiveServer) -> None:
+    """More snapshots than slots are sampled at once, by several requests each, while the adapters are trained."""
+
+    async def scenario() -> None:
+        models = [await new_model(service), await new_model(service)]
+        samplers = list[str]()
+        for number in range(NUM_SLOTS):
+            for model in models:
+                samplers.append(await client(service, model, 1 + 3 * number))
+                await step(service, model, 2 + 3 * number)
+        before = len(sampled(server))
+        for turn in range(2):
+            asked = [sample(service, sampler, 5 * turn + number) for number in range(5) for sampler in samplers]
+            steps = (step(service, model, 1 + 3 * NUM_SLOTS + 2 * turn) for model in models)
+            answers = await asyncio.gather(*asked, *steps)
+            assert all("tokens" in answer for answer in answers[: len(asked)]), answers
+        held = dict[str, set[str]]()
+        seen = sampled(server)[before:]
+        assert len({one["model"] for one in seen}) > len(samplers), "a new name each time that a slot is filled"
+        for one in seen:
+            held.setdefault(one["model"].partition("~")[0], set()).add(one["held"])
+        assert len(held) == len(samplers)
+        assert all(len(digests) == 1 for digests in held.values()), "the same weights each time"
+        assert len({*map(min, held.values())}) == len(samplers), "and different ones for each"
 
     run(scenario())
 
@@ -182,7 +253,12 @@ def test_a_canceled_request_keeps_no_snapshot(service: Service, monkeypatch: pyt
             has_dropped.set()
 
         monkeypatch.setattr(trainer, "_drop_old", drop_slowly)
-        asked = asyncio.ensure_future(trainer.served_name(SamplingClient(snapshot=name)))
+
+        async def ask() -> None:
+            async with trainer.serving(SamplingClient(snapshot=name)):
+                pass
+
+        asked = asyncio.ensure_future(ask())
         await is_dropping.wait()
         assert snapshot.num_sampling == 1
         asked.cancel()
@@ -213,7 +289,7 @@ def test_old_snapshots_are_dropped_and_named_ones_stay(
         assert "this snapshot is gone: 2 newer ones" in outcomes[0]["error"]
         assert "tokens" in await sample(service, named)
         assert len(loaded(server)) == 4
-        scratch = [kept.saved.result() for kept in service.trainer._snapshots.values()]  # type: ignore[attr-defined]
+        scratch = [kept.adapter.folder.result() for kept in service.trainer._snapshots.values()]  # type: ignore[attr-defined]
         assert all(folder.is_dir() for folder in scratch)
 
     run(scenario())

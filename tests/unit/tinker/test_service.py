@@ -20,6 +20,7 @@ from bridge.core.http_limits import Refusal
 from bridge.errors import UsageError
 from bridge.passes.packing import MicroBatch
 from bridge.passes.prepared_model import PreparedModel
+from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from bridge.tinker import api
 from bridge.tinker import service as module
 from bridge.tinker.all_weights import AllWeights
@@ -252,6 +253,44 @@ def test_unknown_sampling_parameter_is_refused(service: Service) -> None:
             assert ("tokens" in answer) == (not words)
 
     run(scenario())
+
+
+STOP_IS_KEPT = {"include_stop_str_in_output": True}
+FAST = {"model": "m", "n": 1, "max_tokens": 3, "temperature": 1.0, "prompt": [5, 6], "prompt_logprobs": False}
+SLOW = {
+    "model": "m", "n": 1, "max_tokens": 3, "temperature": 1.0, "prompt": {"prompt_token_ids": [5, 6]}, "top_p": 1.0,
+    "top_k": 0, "logprobs": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "route", "expected"),
+    [
+        ({}, {}, COMPLETIONS, FAST),
+        ({"top_k": -1, "top_p": 1, "stop": None}, {"num_samples": 4}, COMPLETIONS, {**FAST, "n": 4}),
+        ({"temperature": 0, "seed": 7}, {}, COMPLETIONS, {**FAST, "temperature": 0, "seed": 7}),
+        ({"stop": [1, 2]}, {}, COMPLETIONS, {**FAST, "stop_token_ids": [1, 2]}),
+        ({}, {"prompt_logprobs": True}, COMPLETIONS, {**FAST, "prompt_logprobs": True}),
+        ({"stop": "ab"}, {}, COMPLETIONS, {**FAST, "stop": ["ab"]}),
+        ({"stop": ["ab", "c"]}, {}, COMPLETIONS, {**FAST, "stop": ["ab", "c"]}),
+        ({"stop": []}, {}, "/generate", {**SLOW, "ignore_eos": True}),
+        ({"top_p": 0.9}, {}, "/generate", {**SLOW, "top_p": 0.9}),
+        ({"top_k": 1, "stop": "a"}, {}, "/generate", {**SLOW, "top_k": 1, "stop": ["a"], **STOP_IS_KEPT}),
+        ({"top_k": 5, "stop": [1]}, {}, "/generate", {**SLOW, "top_k": 5, "stop_token_ids": [1]}),
+        ({}, {"topk_sample_logprobs": 2}, "/generate", {**SLOW, "logprobs": 2}),
+        ({}, {"topk_prompt_logprobs": 2}, "/generate", {**SLOW, "prompt_logprobs": 2}),
+        ({"max_tokens": 900}, {}, COMPLETIONS, {**FAST, "max_tokens": 62}),
+        ({"max_tokens": None}, {}, COMPLETIONS, {**FAST, "max_tokens": 62}),
+    ],
+)  # fmt: skip
+def test_sampling_takes_the_fast_route_where_it_answers_all(
+    params: dict[str, Any], fields: dict[str, Any], route: str, expected: dict[str, Any]
+) -> None:
+    body = {"sampling_params": {"max_tokens": 3, **params}, **fields}
+    found = module._sampling_request(body, [5, 6], "m", 64)
+    assert found == (route, expected)
+    if route == COMPLETIONS:
+        CompletionsRequest.model_validate(expected)
 
 
 def test_unsaved_model_of_an_ended_session_is_logged(

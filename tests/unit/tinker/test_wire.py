@@ -94,7 +94,7 @@ def test_results_are_what_the_sdk_reads(pb: Any) -> None:
         "logprobs": [[[{"3": -0.5, "9": -1.5}], [{"4": -0.25}]]], "prompt_logprobs": [None, {"6": -2.0, "1": -1.0}],
     }  # fmt: skip
     asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2}
-    sampled = pb.SampleResponse.FromString(wire.sample_result(reply, asked, [5, 6]))
+    sampled = pb.SampleResponse.FromString(wire.sample_result(wire.sampled(reply, [5, 6]), asked, [5, 6]))
     (sequence,) = sampled.sequences
     assert np.frombuffer(sequence.tokens, "<i4").tolist() == [3, 4]
     assert np.frombuffer(sequence.logprobs, "<f4").tolist() == [-0.5, -0.25]
@@ -103,3 +103,24 @@ def test_results_are_what_the_sdk_reads(pb: Any) -> None:
     assert np.isnan(scored[0])
     assert scored[1] == -2.0
     assert np.frombuffer(sampled.topk_prompt_logprobs.token_ids, "<i4").tolist() == [0, 0, 1, 6]
+
+
+@tinker_sdk.needs_messages
+def test_completions_are_what_the_sdk_reads(pb: Any) -> None:
+    choices = [
+        {
+            "index": index, "token_ids": tokens, "finish_reason": reason, "logprobs": {"token_logprobs": logprobs},
+            "prompt_logprobs": [None, -2.0],
+        }
+        for index, tokens, reason, logprobs in ((1, [7], "stop", [-1.0]), (0, [3, 3], "length", [-0.5, -0.25]))
+    ]  # fmt: skip
+    found = wire.sampled({"choices": choices}, [5, 6])
+    sampled = pb.SampleResponse.FromString(wire.sample_result(found, {"prompt_logprobs": True}, [5, 6]))
+    tokens = [np.frombuffer(sequence.tokens, "<i4").tolist() for sequence in sampled.sequences]
+    logprobs = [np.frombuffer(sequence.logprobs, "<f4").tolist() for sequence in sampled.sequences]
+    assert (tokens, logprobs) == ([[3, 3], [7]], [[-0.5, -0.25], [-1.0]])
+    reasons = [sequence.stop_reason for sequence in sampled.sequences]
+    assert reasons == [pb.STOP_REASON_LENGTH, pb.STOP_REASON_STOP]
+    scored = np.frombuffer(sampled.prompt_logprobs, "<f4").tolist()
+    assert np.isnan(scored[0])
+    assert scored[1] == -2.0
