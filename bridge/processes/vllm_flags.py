@@ -304,7 +304,8 @@ def check(
         given = f"{name} {value}".strip()
         why = REFUSED.get(name)
         if name in OURS - SHARED_NAMES:
-            faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
+            faults.append(f"{given} after --: it is a flag of Bridge")
+            hints.append(f"{given} before --")
         elif why is not None:
             is_passed = why.allowed(value) or (why.may_insist and name in allowed_anyway)
             if (shares_weights or why.any_server) and not is_passed:

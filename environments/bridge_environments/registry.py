@@ -10,6 +10,7 @@ from typing import Any, cast
 from bridge.agents.tools import Agent, Tools
 from bridge.config import TaskConfig
 from bridge.config.choices import flag
+from bridge.core import paths
 from bridge.core.foreign_code import FORMS, check_file, find_object, instance_of, shortened, source_file
 from bridge.errors import UsageError
 from bridge.types import Interaction, Problem, Task
@@ -246,7 +247,9 @@ def _no_environment(name: str) -> UsageError:
     known = [*CLASSES, *FORMATS]
     form = FORMS["environment"]
     hint = f"--environment arithmetic, or --environment {form} for your own"
-    if close := difflib.get_close_matches(name, known, n=1):
+    if paths.is_file(file := paths.expanded(f"{name}.py")):
+        hint = f"did you mean --environment {file}:ClassName?"
+    elif close := difflib.get_close_matches(name, known, n=1):
         hint = f"did you mean {close[0]}? --environment {close[0]}, or --environment {form} for your own"
     return UsageError(f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}", hint=hint)
 

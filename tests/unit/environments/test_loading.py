@@ -160,6 +160,11 @@ def test_unknown_name_lists_the_known_ones() -> None:
     assert error.hint == f"did you mean arithmetic? {own}"
 
 
+def test_file_named_without_its_suffix_is_suggested(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write("").parent)
+    assert refusal("task").hint == "did you mean --environment task.py:ClassName?"
+
+
 def test_file_without_a_class_name_error_shows_the_form() -> None:
     assert refusal("task.py").hint == "--environment task.py:ClassName"
 
