@@ -156,6 +156,8 @@ def _message(message: Any) -> dict[str, Any]:
     try:
         role = ROLES[message["role"]]
         content = text_of(message.get("content"))
+        if message.get("function_call"):
+            raise Refusal("a message has a function_call, the earlier form of a call, expected tool_calls")
         made: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant" and message.get("tool_calls"):
             made["tool_calls"] = [_call(call) for call in message["tool_calls"]]

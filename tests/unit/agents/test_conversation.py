@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3_
 from bridge.agents import chat_request, conversation, tool_calls
 from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
+from bridge.core.http_limits import Refusal
 from bridge.errors import UsageError
 from bridge.rollouts.chat_template import stop_ids
 from tests.models import chat
@@ -231,6 +232,12 @@ def test_thought_is_read_under_each_servers_name(thought: dict[str, Any]) -> Non
     turn = {"role": "assistant", "content": "I see.", **thought}
     request = chat_request.read({"messages": [turn, {"role": "user", "content": "And?"}]})
     assert request.messages[0]["reasoning_content"] == "Hm."
+
+
+def test_earlier_form_of_a_call_is_refused() -> None:
+    turn = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+    with pytest.raises(Refusal, match="has a function_call, the earlier form of a call, expected tool_calls"):
+        chat_request.read({"messages": [turn, {"role": "user", "content": "And?"}]})
 
 
 @pytest.mark.parametrize("form", tool_calls.FORMATS)
