@@ -5,7 +5,7 @@ import json
 import logging
 import random
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from heapq import nlargest
 from itertools import islice
@@ -130,8 +130,8 @@ def _check_prompt(
         )
 
 
-def _check_template(arguments: Iterable[str], template: str) -> None:
-    if unused := [name for name in arguments if name not in template]:
+def _check_template(arguments: Mapping[str, Any], template: str) -> None:
+    if unused := chat_template.unused_arguments(arguments, template):
         why = "the model's chat template does not use " + ", ".join(unused) if template else "the prompts are text"
         raise UsageError(
             f"--chat-template-kwargs has no effect: {why}",

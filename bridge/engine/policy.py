@@ -17,6 +17,7 @@ Not covered: how weights reach the server (`bridge/modes`), passes (`bridge/pass
 
 import asyncio
 import difflib
+import logging
 import math
 import os
 import threading
@@ -44,6 +45,7 @@ from bridge.core import atomic_folder, paths
 from bridge.core.concurrency import gather_or_cancel
 from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt, taken
+from bridge.core.logs import warn_once
 from bridge.engine.gradients import Given, Gradients, Loss, Passes, checked, refuse_other_logprobs
 from bridge.engine.held_adapter import HeldAdapter, Kept, put_in, take_gradients
 from bridge.engine.make_trainable import prepared_of, trainable_of
@@ -59,7 +61,7 @@ from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, check_hyperparameters, clip_gradients
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.prepared_model import PreparedModel
-from bridge.rollouts import problems
+from bridge.rollouts import chat_template, problems
 from bridge.rollouts.distribution import filters
 from bridge.rollouts.encoded_prompts import Encoded, Prompts
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
@@ -73,6 +75,8 @@ from bridge.types import Completion, Group, Message, Problem
 from bridge.weights import skeleton
 from bridge.weights.adapter import Adapter, AdapterShape
 from bridge.weights.attach import OpenedModel
+
+logger = logging.getLogger(__name__)
 
 Score = Callable[[Problem, str], float]
 """Returns the reward of a completion's text."""
@@ -524,6 +528,9 @@ class Policy:
                 hint="policy.sample([ids])",
             )
         whole = [self._problem(prompt) for prompt in prompts]
+        source = chat_template.applied(self.tokenizer.chat_template, has_tools="tools" in chat_template_kwargs)
+        if unused := ", ".join(chat_template.unused_arguments(chat_template_kwargs, source)):
+            warn_once(logger, f"chat_template_kwargs has no effect: the model's chat template does not use {unused}")
         encoder = Prompts(self.config.model_name, self.tokenizer, chat_template_kwargs, pass_size=self.ranks.pass_size)
         encoded = [
             Encoded(tuple(problem["prompt_token_ids"]), None)

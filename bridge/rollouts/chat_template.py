@@ -278,6 +278,12 @@ def arguments(named: Any, problem: Mapping[str, Any], template: Mapping[str, Any
     return {name: value for name, value in columns.items() if value} | {**template, **own}
 
 
+def unused_arguments(given: Any, source: str) -> list[str]:
+    """Return the names of template arguments, an object or its JSON, that the template `source` does not use."""
+    parsed = _parsed(given)
+    return [str(name) for name in parsed if str(name) not in source] if isinstance(parsed, Mapping) else []
+
+
 def objects(value: Any) -> list[Any]:
     """Return a list of objects, parsed if any of it is JSON text; empty if `value` is anything else."""
     parsed = _without_json_text(value)
@@ -535,6 +541,11 @@ def _columns(
     taken += [OWN_ARGUMENTS] if OWN_ARGUMENTS in names and source else []
     if taken:
         yield f"the model's chat template gets {', '.join(taken)} of each problem"
+    ignored = dict.fromkeys(
+        name for problem, used in with_sources if used for name in unused_arguments(problem.get(OWN_ARGUMENTS), used)
+    )
+    if ignored:
+        yield f"{', '.join(ignored)} in {OWN_ARGUMENTS} of a problem has no effect: its chat template does not use it"
     unused = [name for name in names if name in (*COLUMNS, OWN_ARGUMENTS) and name not in taken]
     if unused:
         why = "their prompts are text"

@@ -24,6 +24,7 @@ from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.processes import children
 from bridge.server.client import BridgeClient
 from bridge.server.fence import frozen
+from tests.logged import logged
 from tests.unit import patched_server
 from tests.unit.engine.test_policy import client_of, manifest_of
 
@@ -376,6 +377,14 @@ def test_prompts_may_come_from_a_generator(policy: bridge.Policy) -> None:
 def test_invalid_prompt_is_refused_by_name(policy: bridge.Policy, prompts: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         policy.sample(prompts)
+
+
+def test_template_argument_without_effect_is_reported_once(policy: bridge.Policy) -> None:
+    with logged() as lines:
+        for _ in range(2):
+            policy.sample(["2+2="], chat_template_kwargs={"enable_thinking": False})
+    (line,) = (line for line in lines if "chat_template_kwargs" in line)
+    assert line.endswith("has no effect: the model's chat template does not use enable_thinking")
 
 
 @pytest.mark.parametrize(

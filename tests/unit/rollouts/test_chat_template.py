@@ -384,6 +384,16 @@ def test_columns_not_shown_to_the_model_are_reported(tmp_path: Path) -> None:
     assert [*chat_template.remarks(tokenizer, [row], {})] == [], "a class knows what it adds"
 
 
+@pytest.mark.parametrize("given", [{"enable_thinking": False}, '{"enable_thinking": false}'])
+@pytest.mark.parametrize(("name", "is_used"), [("qwen3", True), ("qwen2_5", False)])
+def test_template_argument_of_a_row_without_effect_is_reported(
+    tmp_path: Path, name: str, is_used: bool, given: Any
+) -> None:
+    row: Any = {"prompt": [USER], "chat_template_kwargs": given}
+    lines = [*chat_template.remarks(chat.tokenizer(tmp_path, name), [row], {})]
+    assert ("enable_thinking in chat_template_kwargs of a problem has no effect" in "\n".join(lines)) != is_used
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> PreTrainedTokenizerBase:
     return chat.tokenizer(tmp_path, "llama3")
