@@ -22,7 +22,9 @@ from bridge.errors import UsageError
 from bridge_cli import rank_launcher
 from bridge_cli.rank_gpus import RankLayout
 from bridge_cli.rank_process import OwnRank
+from tests.forked import Command
 
+pytestmark = pytest.mark.xdist_group("commands")  # one worker forks them from a process that has imported everything
 LIMIT_S = 120.0
 LAUNCHER = """
 import json, sys
@@ -139,23 +141,29 @@ def _none_is_left() -> Iterator[None]:
         process.wait()
 
 
-RUNNING: list[subprocess.Popen[bytes]] = []
+RUNNING: list[Command | subprocess.Popen[bytes]] = []
 
 
 class Launched:
-    """A launcher in a process of its own."""
+    """A launcher in a process of its own: a fork, or a new one for a command that starts it `inside` a namespace."""
 
     def __init__(self, folder: Path, body: str, *, count: int = 2, inside: Sequence[str] = (), **choices: Any) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        given = json.dumps(choices)
-        argv = [*inside, sys.executable, "-c", LAUNCHER, rank(body), given, str(count), str(folder)]
-        with (folder / "launcher.out").open("ab") as output:
-            self.process = subprocess.Popen(argv, stdout=output, stderr=output, env=dict(os.environ), cwd=folder)
+        arguments = [rank(body), json.dumps(choices), str(count), str(folder)]
+        self.process: Command | subprocess.Popen[bytes]
+        if inside:
+            argv = [*inside, sys.executable, "-c", LAUNCHER, *arguments]
+            with (folder / "launcher.out").open("ab") as output:
+                self.process = subprocess.Popen(argv, stdout=output, stderr=output, env=dict(os.environ), cwd=folder)
+        else:
+            self.process = Command(arguments, folder, program=LAUNCHER)
         RUNNING.append(self.process)
 
     @property
     def output(self) -> str:
+        if isinstance(self.process, Command):
+            return self.process.stdout + self.process.stderr
         return (self.folder / "launcher.out").read_text()
 
     def code(self) -> int:

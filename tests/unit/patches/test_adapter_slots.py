@@ -1,6 +1,5 @@
 """Serving an adapter in its own slot, with fakes of vLLM's engine client and serving models."""
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,8 @@ from bridge_patches.adapter_slots import Adapters
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import as_json, serving
+
+pytestmark = pytest.mark.anyio
 
 AUTHORISED = {"authorization": "Bearer secret"}
 HOLDER = {"holder": Holder.current().model_dump(mode="json")}
@@ -129,123 +130,108 @@ def served(engine: FakeEngine, models: FakeModels) -> Adapters:
     return Adapters(engine, models, ServerFence(engine, manifest()))
 
 
-def test_adapter_is_loaded_and_pinned_in_the_reported_slot(
+async def test_adapter_is_loaded_and_pinned_in_the_reported_slot(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
-    assert asyncio.run(served.serve("mine", folder)) == 0
+    assert await served.serve("mine", folder) == 0
     assert engine.order == ["drop caches", "load mine", "pin 1"]
     assert models.lora_requests.keys() == {"mine"}
 
 
 @pytest.mark.parametrize("second", ["mine", "other"])
-def test_second_adapter_replaces_the_first(
+async def test_second_adapter_replaces_the_first(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str, second: str
 ) -> None:
-    async def both() -> None:
-        await served.serve("mine", folder)
-        engine.output_processor.request_states.update(
-            ours=SimpleNamespace(lora_request=models.lora_requests["mine"]),
-            base=SimpleNamespace(lora_request=None),
-            too=SimpleNamespace(lora_request=models.lora_requests["mine"]),
-        )
-        engine.order.clear()
-        assert await served.serve(second, folder) == 0
-
-    asyncio.run(both())
+    await served.serve("mine", folder)
+    engine.output_processor.request_states.update(
+        ours=SimpleNamespace(lora_request=models.lora_requests["mine"]),
+        base=SimpleNamespace(lora_request=None),
+        too=SimpleNamespace(lora_request=models.lora_requests["mine"]),
+    )
+    engine.order.clear()
+    assert await served.serve(second, folder) == 0
     assert engine.order == ["abort ours too", "remove 1", "drop caches", f"load {second}", "pin 2"]
     assert models.lora_requests.keys() == {second}
     assert engine.slots == [2]
 
 
-def test_released_adapter_frees_its_slot(served: Adapters, engine: FakeEngine, models: FakeModels, folder: str) -> None:
-    async def passage() -> None:
-        await served.release()
-        assert engine.order == []
-        await served.serve("mine", folder)
-        engine.order.clear()
-        await served.release()
-        await served.release()
-        await engine.add_lora(adapter("other", 7))
-
-    asyncio.run(passage())
+async def test_released_adapter_frees_its_slot(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    await served.release()
+    assert engine.order == []
+    await served.serve("mine", folder)
+    engine.order.clear()
+    await served.release()
+    await served.release()
+    await engine.add_lora(adapter("other", 7))
     assert engine.order == ["remove 1", "load other"]
     assert models.lora_requests == {}
 
 
-def test_adapter_loaded_at_startup_is_removed(
+async def test_adapter_loaded_at_startup_is_removed(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     models.lora_requests["mine"] = adapter("mine", 40)
     engine.slots = [40]
-    assert asyncio.run(served.serve("mine", folder)) == 0
+    assert await served.serve("mine", folder) == 0
     assert engine.order == ["remove 40", "drop caches", "load mine", "pin 1"]
 
 
-def test_unloaded_adapter_frees_its_slot(served: Adapters, engine: FakeEngine, models: FakeModels, folder: str) -> None:
-    async def both() -> None:
-        await served.serve("mine", folder)
-        del models.lora_requests["mine"]
-        assert await served.serve("mine", folder) == 0
-
-    asyncio.run(both())
+async def test_unloaded_adapter_frees_its_slot(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    await served.serve("mine", folder)
+    del models.lora_requests["mine"]
+    assert await served.serve("mine", folder) == 0
     assert engine.slots == [2]
 
 
-def test_request_for_a_removed_adapter_is_refused(
+async def test_request_for_a_removed_adapter_is_refused(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
-    async def late() -> None:
-        await served.serve("mine", folder)
-        resolved = models.lora_requests["mine"]
-        await served.serve("mine", folder)
-        with pytest.raises(ValueError, match="send the request again"):
-            await engine.add_request("late", lora_request=resolved)
-        assert await engine.add_request("now", lora_request=models.lora_requests["mine"]) == "now"
-        assert await engine.add_request("base") == "base"
-
-    asyncio.run(late())
+    await served.serve("mine", folder)
+    resolved = models.lora_requests["mine"]
+    await served.serve("mine", folder)
+    with pytest.raises(ValueError, match="send the request again"):
+        await engine.add_request("late", lora_request=resolved)
+    assert await engine.add_request("now", lora_request=models.lora_requests["mine"]) == "now"
+    assert await engine.add_request("base") == "base"
     assert engine.order[-2:] == ["request now", "request base"]
 
 
-def test_trained_adapter_cannot_be_replaced(
+async def test_trained_adapter_cannot_be_replaced(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
-    async def load(name: str) -> Any:
-        return await models.load_lora_adapter(SimpleNamespace(lora_name=name, lora_path=folder))
-
-    async def loads() -> list[Any]:
-        await served.serve("mine", folder)
-        return [await load("mine"), await load("other")]
-
-    over, beside = asyncio.run(loads())
+    await served.serve("mine", folder)
+    over, beside = [
+        await models.load_lora_adapter(SimpleNamespace(lora_name=name, lora_path=folder)) for name in ("mine", "other")
+    ]
     assert "trained in place: it cannot be overwritten" in over.error.message
     assert "--max-loras 2" in beside.error.message
     assert engine.slots == [1]
     assert models.lora_requests.keys() == {"mine"}
 
 
-def test_spare_slots_serve_other_adapters(folder: str) -> None:
+async def test_spare_slots_serve_other_adapters(folder: str) -> None:
     engine = FakeEngine(num_slots=2)
     models = FakeModels(engine)
     served = Adapters(engine, models, ServerFence(engine, manifest()))
-
-    async def loads() -> list[Any]:
-        await served.serve("mine", folder)
-        names = ("other", "third")
-        return [await models.load_lora_adapter(SimpleNamespace(lora_name=n, lora_path=folder)) for n in names]
-
-    fits, too_many = asyncio.run(loads())
+    await served.serve("mine", folder)
+    fits, too_many = [
+        await models.load_lora_adapter(SimpleNamespace(lora_name=name, lora_path=folder)) for name in ("other", "third")
+    ]
     assert fits == "Success"
     assert "--max-loras 3" in too_many.error.message
     assert engine.slots == [1, 2]
 
 
-def test_adapter_is_refused_if_too_few_slots_remain(
+async def test_adapter_is_refused_if_too_few_slots_remain(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     models.lora_requests["other"] = adapter("other", 40)
     with pytest.raises(AttachError, match="1 LoRA slots for 2 adapters") as caught:
-        asyncio.run(served.serve("mine", folder))
+        await served.serve("mine", folder)
     assert "--max-loras 2" in caught.value.hint
     assert engine.order == []
 
@@ -258,48 +244,42 @@ def test_adapter_is_refused_if_too_few_slots_remain(
         ("mine", "empty", r"no adapter_config\.json in"),
     ],
 )
-def test_refused_load_keeps_vllms_message_and_frees_slot(
+async def test_refused_load_keeps_vllms_message_and_frees_slot(
     served: Adapters, engine: FakeEngine, folder: str, name: str, subfolder: str, words: str
 ) -> None:
     (Path(folder) / "bad").mkdir()
     (Path(folder) / "bad" / "adapter_config.json").write_text("{}")
 
-    async def after_refusal() -> None:
-        with pytest.raises(AttachError, match=words):
-            await served.serve(name, str(Path(folder) / subfolder))
-        assert await served.serve("mine", folder) == 0
-
-    asyncio.run(after_refusal())
+    with pytest.raises(AttachError, match=words):
+        await served.serve(name, str(Path(folder) / subfolder))
+    assert await served.serve("mine", folder) == 0
     assert len([step for step in engine.order if step.startswith("pin")]) == 1
 
 
-def test_missing_adapter_keeps_the_previous_one(
+async def test_missing_adapter_keeps_the_previous_one(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
-    async def twice() -> None:
-        await served.serve("mine", folder)
-        with pytest.raises(AttachError, match=r"no adapter_config\.json"):
-            await served.serve("mine", f"{folder}/elsewhere")
-
-    asyncio.run(twice())
+    await served.serve("mine", folder)
+    with pytest.raises(AttachError, match=r"no adapter_config\.json"):
+        await served.serve("mine", f"{folder}/elsewhere")
     assert engine.slots == [1]
     assert models.lora_requests.keys() == {"mine"}
 
 
-def test_failed_cache_reset_loads_no_adapter(served: Adapters, engine: FakeEngine, folder: str) -> None:
+async def test_failed_cache_reset_loads_no_adapter(served: Adapters, engine: FakeEngine, folder: str) -> None:
     engine.drops = False
     with pytest.raises(AttachError, match="prefix cache"):
-        asyncio.run(served.serve("mine", folder))
+        await served.serve("mine", folder)
     assert engine.order == ["drop caches"]
 
 
 @pytest.mark.parametrize("other_rank", [None, 1])
-def test_ranks_must_agree_on_the_slot(
+async def test_ranks_must_agree_on_the_slot(
     served: Adapters, engine: FakeEngine, folder: str, other_rank: int | None
 ) -> None:
     engine.other_rank = [other_rank]
     with pytest.raises(AttachError, match=r"rank 1 returned (None|1), expected 0"):
-        asyncio.run(served.serve("mine", folder))
+        await served.serve("mine", folder)
 
 
 class Open:

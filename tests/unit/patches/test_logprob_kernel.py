@@ -8,7 +8,12 @@ from torch import Tensor
 
 from bridge_patches import logprob_kernel
 
-logprob = pytest.importorskip("vllm.v1.worker.gpu.sample.logprob")
+pytestmark = pytest.mark.xdist_group("contract")  # one worker imports vLLM for all of them
+
+
+@pytest.fixture
+def logprob() -> Any:
+    return pytest.importorskip("vllm.v1.worker.gpu.sample.logprob")
 
 
 class Kernel:
@@ -25,7 +30,7 @@ class Kernel:
         return launch
 
 
-def test_vllm_launches_the_kernel_with_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_launches_the_kernel_with_larger_chunks(monkeypatch: pytest.MonkeyPatch, logprob: Any) -> None:
     kernel = Kernel()
     monkeypatch.setattr(logprob, "_topk_log_softmax_kernel", kernel)
     monkeypatch.setattr(logprob, "triton", type("Triton", (), {"next_power_of_2": staticmethod(lambda n: n)}))
@@ -41,7 +46,7 @@ def test_vllm_launches_the_kernel_with_larger_chunks(monkeypatch: pytest.MonkeyP
     assert plain["BLOCK_SIZE"] < larger["BLOCK_SIZE"]
 
 
-def test_cpu_kernel_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernel_is_not_patched(monkeypatch: pytest.MonkeyPatch, logprob: Any) -> None:
     monkeypatch.setattr(logprob, "_topk_log_softmax_kernel", kernel := Kernel())
     logprob_kernel.patch()
     assert logprob._topk_log_softmax_kernel is kernel

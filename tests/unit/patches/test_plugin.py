@@ -30,6 +30,7 @@ def _unregistered() -> Iterator[None]:
     plugin.register.cache_clear()
 
 
+@pytest.mark.xdist_group("contract")  # its worker has imported vLLM
 @pytest.mark.parametrize(("value", "patched"), [(None, False), ("0", False), ("", False), ("1", True), ("True", True)])
 def test_vllm_is_patched_once_and_only_on_request(
     monkeypatch: pytest.MonkeyPatch, value: str | None, patched: bool

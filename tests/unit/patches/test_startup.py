@@ -179,6 +179,7 @@ def test_compiled_graphs_are_reused_from_another_folder(vllm: Vllm) -> None:
     assert factors(SimpleNamespace(model="a"), set()) == {"model": "a"}
 
 
+@pytest.mark.xdist_group("contract")  # its worker has imported vLLM
 @pytest.mark.parametrize("is_initialized", [False, True])
 def test_vllm_spawns_if_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch, is_initialized: bool) -> None:
     system_utils = pytest.importorskip("vllm.utils.system_utils")
