@@ -18,7 +18,7 @@ from bridge.core.address import free_port
 from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
 from bridge.processes import accelerator, vllm_flags
-from bridge.server import manifest
+from bridge.server import discovery, manifest
 from bridge.server.protocol import TRANSFER_FLAG
 from bridge.types import Quantization
 
@@ -201,6 +201,9 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
         hint = f"choose another with {flag}, such as {free_port(host)}"
         holder = server.describe(server.listening().get(port))
         by = f" by {holder}" if holder.pid else ""
+        for running in discovery.running().values():  # a preloaded server has the command line of the preloading
+            if running.server.pid == holder.pid:
+                by = f" by pid {holder.pid}: a server of Bridge with {running.model}"
         raise UsageError(f"port {port} is taken{by}", hint=hint) from error
 
 

@@ -18,7 +18,7 @@ from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
 from bridge.processes import accelerator, server_command, start_checks, vllm_flags
 from bridge.processes.server_command import ServerCommand, prepare
-from bridge.server import manifest
+from bridge.server import discovery, manifest
 from bridge.server.protocol import TRANSFER_FLAG
 from bridge_patches import placement
 from tests.models.sizes import folder_of, qwen2
@@ -542,6 +542,15 @@ def test_taken_port_is_refused_with_its_pid() -> None:
         start_checks.check_port("127.0.0.1", port)
     holder.kill()
     holder.wait()
+
+
+def test_port_of_a_running_server_is_refused_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = checks_sample.manifest(model="their/model")
+    monkeypatch.setattr(discovery, "running", lambda: {Path("vllm_bridge_config.json"): running})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"by pid {os.getpid()}: a server of Bridge with their/model"):
+            start_checks.check_port("127.0.0.1", port)
 
 
 def test_free_port_is_reserved_for_one_run_at_a_time(tmp_path: Path) -> None:
