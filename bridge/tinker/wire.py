@@ -71,7 +71,7 @@ def messages() -> ModuleType:
     """
     found = importlib.util.find_spec("tinker")
     if found is None or not found.submodule_search_locations:
-        raise UsageError("the package tinker, whose message formats the server uses, is not installed", hint=INSTALL)
+        raise UsageError("the package tinker is not installed, and the server uses its message formats", hint=INSTALL)
     file = Path(next(iter(found.submodule_search_locations))) / "proto" / "tinker_public_pb2.py"
     spec = importlib.util.spec_from_file_location("bridge_tinker_public_pb2", file)
     if spec is None or spec.loader is None or not file.is_file():
