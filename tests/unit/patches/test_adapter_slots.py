@@ -1,5 +1,6 @@
 """Serving an adapter in its own slot, with fakes of vLLM's engine client and serving models."""
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
