@@ -33,7 +33,9 @@ real = ServerCommand.of
 def stand_in(config, flags, **given):
     command = real(config, flags, **given)
     model, server = Path(command.model).resolve(), (sys.executable, "-m", "tests.unit.patched_server")
-    return dataclasses.replace(command, argv=(*server, str(model), str(command.manifest), str(command.port)))
+    adapter_slots = "0"
+    argv = (*server, str(model), str(command.manifest), str(command.port), adapter_slots)
+    return dataclasses.replace(command, argv=argv)
 
 ServerCommand.of = stand_in
 """
