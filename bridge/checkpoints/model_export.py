@@ -251,7 +251,8 @@ def _serve(source: Path, settings: Any) -> str:
     ranks = [rank for rank in (settings.r, *(settings.rank_pattern or {}).values()) if isinstance(rank, int)]
     slots = 1 << (max(ranks, default=1) - 1).bit_length()  # vLLM supports powers of two
     flag = f" --max-lora-rank {slots}" if slots > VLLM_RANK else ""
-    base = shlex.quote(settings.base_model_name_or_path or "BASE")
+    named = settings.base_model_name_or_path
+    base = shlex.quote(named) if isinstance(named, str) and named else "BASE"
     if settings.revision:
         base += f" --revision {shlex.quote(str(settings.revision))}"
     return (

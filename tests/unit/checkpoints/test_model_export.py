@@ -404,6 +404,14 @@ def test_base_may_be_in_the_home_folder(base: Path, tmp_path: Path, monkeypatch:
     assert export(source, tmp_path / "two", base=f"~/{base.name}").folder.is_dir()
 
 
+@pytest.mark.parametrize("named", ["", None, 5])
+def test_adapter_without_the_name_of_a_base_is_refused(base: Path, tmp_path: Path, named: Any) -> None:
+    source = adapter(tmp_path / "adapter", named)
+    with pytest.raises(UsageError, match=r"adapter_config\.json does not name a base model"):
+        export(source, tmp_path / "out")
+    assert export(source, tmp_path / "out", base=str(base)).folder.is_dir()
+
+
 @pytest.mark.parametrize("named", ["./base", "base", "some/where/else"])
 def test_absent_base_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
