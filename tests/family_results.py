@@ -207,8 +207,8 @@ lost without the earlier form: the source as transformers 5 writes it, read by t
 
 vLLM runs without its kernels: `get_config`, and `ModelConfig` where there is no vision model. vLLM 0.26 refuses two
 sources, too: it has no `Qwen3_5ForCausalLM`, and does not read Gemma 4's configuration with transformers 5.19.
-A tokenizer is copied as it is: one that transformers 5 wrote names a class that transformers 4 does not have, in the
-source already.
+A tokenizer's tokens are copied unchanged. The configuration of one that transformers 5 wrote gets the class and the
+list of special tokens that transformers 4 reads, too.
 
 In DeepSeek-V2 transformers 4 leaves YaRN's `mscale_all_dim` out of the scale of attention, whatever the configuration
 says: 0.7 nats for the tiny model. The reader multiplies it in, as DeepSeek's own code and transformers 5 do.

@@ -145,8 +145,26 @@ def copy(files: SourceFiles, folder: Path) -> list[str]:
             missing.append(f"{name} ({path}: {error.strerror})")
             continue
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
+        (folder / name).write_bytes(_with_earlier_tokenizer(content) if name == TOKENIZER_CONFIG else content)
     return missing
+
+
+def _with_earlier_tokenizer(content: bytes) -> bytes:
+    """Return a tokenizer_config.json in the form that transformers 4 reads, too; unchanged if it is another file.
+
+    transformers 5 names its class TokenizersBackend, which earlier versions do not have, and writes further special
+    tokens as a list under a name that had an object.
+    """
+    try:
+        settings = json_lines.parsed(content)
+    except ValueError:
+        return content
+    if not isinstance(settings, dict) or settings.get("tokenizer_class") != "TokenizersBackend":
+        return content
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    return json.dumps(settings, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def copy_beside_adapter(source: str | Path, folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bridge.errors import UsageError
 from bridge.weights import loaded, model_files, model_folder, skeleton
@@ -267,3 +267,28 @@ def test_missing_tokenizer_is_refused_at_the_start(source: Path) -> None:
         (source / name).unlink()
     with pytest.raises(UsageError, match="has no tokenizer files"):
         model_files.source_files(source)
+
+
+def test_tokenizer_of_transformers_5_is_written_for_both(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny.write_tokenizer(source, tiny.VOCABULARY, ["<image>"])
+    before = json.loads((source / "tokenizer_config.json").read_text())
+    assert (before["tokenizer_class"], before["extra_special_tokens"]) == ("TokenizersBackend", ["<image>"])
+    (out := tmp_path / "out").mkdir()
+    assert model_files.copy(model_files.found(source), out) == []
+    after = json.loads((out / "tokenizer_config.json").read_text())
+    assert after["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 has no TokenizersBackend"
+    assert after["additional_special_tokens"] == ["<image>"], "transformers 4 expects an object of the other name"
+    assert "extra_special_tokens" not in after
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert ours.all_special_tokens == theirs.all_special_tokens
+    assert ours("2<image>3")["input_ids"] == theirs("2<image>3")["input_ids"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": []}'])
+def test_other_tokenizer_configurations_are_copied_unchanged(tmp_path: Path, content: bytes) -> None:
+    (source := tmp_path / "source").mkdir()
+    (source / "tokenizer_config.json").write_bytes(content)
+    (out := tmp_path / "out").mkdir()
+    model_files.copy(model_files.found(source), out)
+    assert (out / "tokenizer_config.json").read_bytes() == content
