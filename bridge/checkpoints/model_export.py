@@ -160,11 +160,13 @@ def holds_adapter(source: Path, *, base: str | None, dtype: ExportDtype | None =
 
 
 def _did_you_mean(source: Path) -> str:
-    """Suggest the newest checkpoint below `source`, or otherwise a folder next to it with a similar name."""
+    """Suggest the newest checkpoint or an adapter below `source`, or else a folder next to it with a similar name."""
     below = [*source.glob("*_[0-9]*"), *source.glob("*/*_[0-9]*")]
     if steps := [folder for folder in below if checkpoint.is_checkpoint(folder)]:
         newest = max(steps, key=lambda folder: int(folder.name.rpartition("_")[2]))
         return f"did you mean {newest}?"
+    if adapters := sorted(source.glob(f"*/{ADAPTER_CONFIG}")):  # PEFT saves each of several adapters in a folder
+        return f"did you mean {adapters[0].parent}?"
     siblings = [] if source.is_dir() else [folder.name for folder in source.parent.glob("*/")]
     near = difflib.get_close_matches(source.name, siblings, n=1)
     return f"did you mean {source.parent / near[0]}?" if near else ""
@@ -308,6 +310,11 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
             f"the adapter {source}, a {settings.peft_type}, cannot be merged into {base}: {_shortened(error)}",
             hint=_serve(source, settings),
         ) from error
+    if rounding is not None and not math.isfinite(rounding.relative_error):
+        raise UsageError(
+            f"the adapter {source} changes weights by values that are not finite: its training diverged",
+            hint="export an earlier checkpoint",
+        )
     model.set_output_embeddings(part.get_output_embeddings())
     return model, rounding
 

@@ -404,6 +404,27 @@ def test_base_may_be_in_the_home_folder(base: Path, tmp_path: Path, monkeypatch:
     assert export(source, tmp_path / "two", base=f"~/{base.name}").folder.is_dir()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_diverged_adapter_is_refused(base: Path, tmp_path: Path, value: float) -> None:
+    source = adapter(tmp_path / "adapter", str(base))
+    tensors = load_file(source / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_B" in name)
+    save_file({**tensors, name: torch.full_like(tensors[name], value)}, source / "other.safetensors")
+    (source / "other.safetensors").replace(source / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match="changes weights by values that are not finite: its training diverged"):
+        export(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_of_several_adapters_is_refused_with_one_of_them(base: Path, tmp_path: Path) -> None:
+    (several := tmp_path / "several").mkdir()
+    one = adapter(several / "policy", str(base))
+    adapter(several / "reference", str(base))
+    with pytest.raises(UsageError, match="holds neither a model nor an adapter") as refused:
+        export(several, tmp_path / "out")
+    assert refused.value.hint == f"did you mean {one}?"
+
+
 @pytest.mark.parametrize("named", ["", None, 5])
 def test_adapter_without_the_name_of_a_base_is_refused(base: Path, tmp_path: Path, named: Any) -> None:
     source = adapter(tmp_path / "adapter", named)
