@@ -83,11 +83,20 @@ def rewrite(run: RunDirectory, *changes: tuple[int, dict[str, Any]]) -> None:
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_page_of_a_complete_run_has_every_section_and_chart(tmp_path: Path) -> None:
+def test_page_and_json_of_a_complete_run_have_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=60)
     report_runs.write_rollouts(run, report_runs.groups(60, num_problems=12))
     rewrite(run, *((index, {"my_ratio": index / 60, "scores": {"a": index}}) for index in range(60)))
-    page = written(run.path, out=run.report)
+    assert main.answer(["report", str(run.path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (figures,) = document["runs"]
+    assert (document["report"], figures["steps"], figures["weight_bytes"]) == (str(run.report), 60, 0)
+    assert figures["held_out_before"] == pytest.approx(0.26)
+    assert figures["held_out_after"] > 0.6
+    assert 20 < figures["fence_ms"] < 30
+    assert {"reward_first", "reward_last", "training_s", "fence_p90_ms"} <= figures.keys()
+    assert {metric.name for metric in METRICS.values() if metric.over_run} <= figures.keys()
+    page = Page(run.report.read_text())
     for heading in ("Learning", "Two engines, one policy", "Time and memory", "Completions over time",
                     "Configuration", "Events", "Other metrics"):  # fmt: skip
         assert heading in page.text
@@ -296,19 +305,6 @@ def test_page_goes_into_the_run_or_the_current_folder(
         assert capsys.readouterr().out == f"{runs[0]}/report.html\n"
     assert main.answer(["report", *runs]) == 0
     assert capsys.readouterr().out == "report.html\n"
-
-
-def test_json_has_the_figures_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=40)
-    assert main.answer(["report", str(run.path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    (figures,) = document["runs"]
-    assert (document["report"], figures["steps"], figures["weight_bytes"]) == (str(run.report), 40, 0)
-    assert figures["held_out_before"] == pytest.approx(0.26)
-    assert figures["held_out_after"] > 0.6
-    assert 20 < figures["fence_ms"] < 30
-    assert {"reward_first", "reward_last", "training_s", "fence_p90_ms"} <= figures.keys()
-    assert {metric.name for metric in METRICS.values() if metric.over_run} <= figures.keys()
 
 
 def unreadable(path: Path) -> None:
