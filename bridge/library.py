@@ -315,12 +315,12 @@ def policy_loss(
     Shapes: [N] float32, [N] float32 -> [].
     """
     spec = losses.LossSpec.of(loss or LossConfig())
-    if spec.kl_coef > 0 or spec.top_entropy < 1:
+    if spec.kl_coef > 0 or spec.top_entropy < 1 or spec.entropy_coef > 0:
         raise UsageError(
-            f"kl_coef is {spec.kl_coef:g} and top_entropy {spec.top_entropy:g}: this loss has no reference, and one"
-            " micro-batch does not know the entropies of the others",
-            hint="add the divergence from your own reference, bridge.attach(..., reads_only=True), or multiply"
-            " batch.advantages_N by your own mask",
+            f"kl_coef is {spec.kl_coef:g}, entropy_coef {spec.entropy_coef:g} and top_entropy {spec.top_entropy:g}:"
+            " this loss has neither a reference nor entropies, and one micro-batch does not know those of the others",
+            hint="policy.forward_backward(samples, loss) has kl_coef and entropy_coef; or multiply batch.advantages_N"
+            " by your own mask",
         )
     old_logprobs_N = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
     return losses.policy_loss(logprobs_N, old_logprobs_N, batch, spec)[0]

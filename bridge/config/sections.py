@@ -92,6 +92,9 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     top_entropy: float = declare(1.0, gt=0, le=1, borrowed=("top_entropy_quantile",))
     """Give an advantage only to this share of an update's tokens, those where the policy's entropy is highest; below 1,
     this takes another forward pass."""
+    entropy_coef: float = declare(0.0, ge=0, borrowed=("entropy_coeff",))
+    """Weight of the policy's entropy, a bonus that is subtracted from the loss: exact, over the whole vocabulary, or
+    over the tokens that filters kept."""
     kl_coef: float = declare(0.0, ge=0, borrowed=("kl_loss_coef",))
     """Weight of the KL divergence from a frozen reference. Its value estimates KL(policy || reference) by k3; its
     gradient is that of KL(reference || policy), as in GRPO's paper."""

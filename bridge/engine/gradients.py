@@ -125,15 +125,16 @@ class Gradients:
     def _loss_of(self, batch: MicroBatch, *, needs_gradient: bool = True) -> Tensor:
         if not filters(self._trainable.sampling):  # a teacher, for example, is not filtered as its student is
             batch = replace(batch, kept=None)
-        logprobs_NX, entropies_N = self._trainable.logprobs(batch)
-        self._keep(batch, logprobs_NX.detach(), entropies_N)
+        has_bonus = self._loss is None and self._spec.entropy_coef > 0
+        logprobs_NX, entropies_N = self._trainable.logprobs(batch, differentiates_entropies=has_bonus)
+        self._keep(batch, logprobs_NX.detach(), entropies_N.detach())
         if self._loss is not None:
             loss = _one_number(self._loss(logprobs_NX, batch), needs_gradient=needs_gradient)
         else:
             logprobs_N = logprobs_NX
             reference_N = self._trainable.reference_logprobs(batch) if self._spec.kl_coef > 0 else None
             old_N = self._old_logprobs(batch, logprobs_N)
-            loss, sums = policy_loss(logprobs_N, old_N, batch, self._spec, reference_N)
+            loss, sums = policy_loss(logprobs_N, old_N, batch, self._spec, reference_N, entropies_N)
             for name, pair in sums.items():
                 self._sums[name] += pair
         self._total += loss.detach()

@@ -80,12 +80,14 @@ class Trainable:
         device: torch.device = self.prepared.model.device
         return device
 
-    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: MicroBatch, *, differentiates_entropies: bool = False) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the sampled tokens, and the entropies, as `PreparedModel.logprobs`.
 
         Shapes: -> [N] float32, [N] float32.
         """
-        return self.prepared.logprobs(batch, self.sampling.temperature)
+        return self.prepared.logprobs(
+            batch, self.sampling.temperature, differentiates_entropies=differentiates_entropies
+        )
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the reference's log-probabilities of the sampled tokens, without gradient: [N] float32."""

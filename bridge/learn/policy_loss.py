@@ -53,6 +53,7 @@ class LossSpec:
     mask_truncated: bool = False
     top_entropy: float = 1.0
     """Share of an update's tokens that keep their advantage: the ones with the highest entropy."""
+    entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_in_reward: bool = False
     """Whether the KL divergence is subtracted from advantages instead of added to the loss."""
@@ -89,6 +90,7 @@ class LossSpec:
             own=own,
             mask_truncated=config.mask_truncated,
             top_entropy=config.top_entropy,
+            entropy_coef=config.entropy_coef,
             kl_coef=config.kl_coef,
             kl_in_reward=config.kl_in_reward,
             correction=Correction.of(config),
@@ -130,17 +132,19 @@ def policy_loss(
     batch: MicroBatch,
     spec: LossSpec,
     reference_logprobs_N: Tensor | None = None,
+    entropies_N: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
     """Return the micro-batch's part of the update's loss, and the sums of the metrics in `spec.metrics`.
 
     `old_logprobs_N` are the trainer's from before the first update of the batch. `reference_logprobs_N` are required if
-    `spec.kl_coef` is not 0. The importance weight multiplies a token's full term, KL divergence included: both are
-    means over the trainer's policy, and a masked token counts in neither. With `spec.kl_in_reward`, the divergence of
+    `spec.kl_coef` is not 0, and `entropies_N` if `spec.entropy_coef` is not: the bonus is subtracted from the loss. The
+    importance weight multiplies a token's full term, KL divergence and entropy included: all are means over the
+    trainer's policy, and a masked token counts in none. With `spec.kl_in_reward`, the divergence of
     the sequence from a token on is subtracted from that token's advantage; the token has no influence on what precedes
     it. A token with probability 0 under the trainer gets weight 0, so it is masked. A custom loss replaces only the
     clipped ratios.
 
-    Shapes: [N] float32 x 2, [N] float32 -> [], [2] float64 of each metric.
+    Shapes: [N] float32 x 2, [N] float32 x 2 -> [], [2] float64 of each metric.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; dual-clip PPO (Ye et al. 2020, arXiv 1912.09729), for
     the clip of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; REINFORCE++
         (arXiv 2501.03262), as PPO does for human feedback, for the divergence in the reward; the losses' own papers are
@@ -159,9 +163,13 @@ def policy_loss(
         reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
         kl_N = divergence(logprobs_N, reference_logprobs_N)
         if spec.kl_in_reward:
-            penalties_N = _sums_to_end(old_logprobs_N - reference_logprobs_N, batch)
-            advantages_N = advantages_N - kl_coef * penalties_N
+            of_reward_N = _sums_to_end(old_logprobs_N - reference_logprobs_N, batch)
+            advantages_N = advantages_N - kl_coef * of_reward_N
             kl_coef = 0.0
+    penalty_N = kl_coef * kl_N
+    if spec.entropy_coef > 0:
+        assert entropies_N is not None, "there is an entropy bonus"
+        penalty_N = penalty_N - spec.entropy_coef * entropies_N
     measured: dict[str, Any] = {"kl": (kl_N.detach(), len(kl_N))}
     if spec.own is None:
         ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -180,8 +188,8 @@ def policy_loss(
         measured |= own_metrics
     sums = {name: _pair(total, count, like=kl_N) for name, (total, count) in measured.items()}
     if own_terms.dim() == 0 and spec.own is not None:  # the function applied the weights itself
-        return own_terms + (kl_coef * kl_N * weights_N).sum(), sums
-    return ((kl_coef * kl_N + own_terms) * weights_N).sum(), sums
+        return own_terms + (penalty_N * weights_N).sum(), sums
+    return ((penalty_N + own_terms) * weights_N).sum(), sums
 
 
 def _pair(total: Tensor, count: Any, *, like: Tensor) -> Tensor:

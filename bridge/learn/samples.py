@@ -107,7 +107,7 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
 
 
 def has_gradient(sample: Sample, spec: LossSpec) -> bool:
-    return spec.kl_coef > 0 or spec.own is not None or any(sample.advantages)
+    return spec.kl_coef > 0 or spec.entropy_coef > 0 or spec.own is not None or any(sample.advantages)
 
 
 def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:

@@ -79,8 +79,12 @@ def token_logprobs(
     compiles: bool,
     kept: Kept | None = None,
     words: VocabularyPart | None = None,
+    *,
+    differentiates_entropies: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return float32 log-probabilities of `targets_NX` and the entropies (without gradient), both in nats.
+    """Return float32 log-probabilities of `targets_NX` and the entropies, both in nats.
+
+    The entropies have a gradient only with `differentiates_entropies`.
 
     With `compiles`, a block of logits is processed by one kernel forward and one backward, instead of a dozen that each
     read it, unless rows have several targets. Both results are over the words that were `kept`; None: over all words.
@@ -90,7 +94,7 @@ def token_logprobs(
     Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32; with [N, K] targets -> [N, K], [N].
     """
     applied: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, bias_V, targets_NX, by, compiles, kept, words
+        hidden_NH, head_VH, bias_V, targets_NX, by, compiles, kept, words, differentiates_entropies
     )
     return applied
 
@@ -158,6 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
         compiles: bool,
         kept: Kept | None,
         words: VocabularyPart | None,
+        differentiates_entropies: bool,
     ) -> tuple[Tensor, Tensor]:
         targets_NX = targets_NX if words is None else targets_NX - words.start
         # torch compiles a single row separately; with several targets it would compare every word with every target
@@ -176,20 +181,23 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = sums if words is None else _over_parts(sums, words.group)
         sums = sums if kept is None else _corrected(sums, kept)
         normalizers_N = sums.maxima_N + sums.weights_N.log()
-        ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_NX, normalizers_N)
         ctx.by = by
         ctx.compiles = compiles
         ctx.kept = kept
         ctx.words = words
         logprobs_NX = sums.targets_NX - _per_target(normalizers_N, targets_NX)
         entropies_N = normalizers_N - sums.products_N / sums.weights_N
-        ctx.mark_non_differentiable(entropies_N)
+        ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_NX, normalizers_N, entropies_N)
+        ctx.differentiates_entropies = differentiates_entropies
+        if not differentiates_entropies:
+            ctx.mark_non_differentiable(entropies_N)
         return logprobs_NX, entropies_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NX: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, head_VH, bias_V, targets_NX, normalizers_N = ctx.saved_tensors
+    def backward(ctx: Any, gradient_NX: Tensor, of_entropies_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, head_VH, bias_V, targets_NX, normalizers_N, entropies_N = ctx.saved_tensors
+        by_entropy = (of_entropies_N.contiguous(), entropies_N) if ctx.differentiates_entropies else None
         needs_hidden, needs_head, needs_bias, *_rest = ctx.needs_input_grad
         hidden = _operand(hidden_NH)
         differentiate = _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
@@ -202,7 +210,9 @@ class _TokenLogprobs(torch.autograd.Function):
             targets = targets_NX - block.start
             raw_NW = _multiply(hidden, head.T)
             dtype = head.dtype if bias_gradient_V is None else raw_NW.dtype
-            raw_NW = differentiate(raw_NW, bias_W, gradient_NX, targets, normalizers_N, ctx.by, dtype, ctx.kept)
+            raw_NW = differentiate(
+                raw_NW, bias_W, gradient_NX, targets, normalizers_N, ctx.by, dtype, ctx.kept, by_entropy
+            )
             if bias_gradient_V is not None:
                 bias_gradient_V[block] = raw_NW.sum(dim=0)
             raw_NW = raw_NW.to(head.dtype)
@@ -214,7 +224,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.words is not None:
                 hidden_gradient_NH = reduced(hidden_gradient_NH, "sum", ctx.words.group)
             hidden_gradient_NH = hidden_gradient_NH.to(hidden_NH.dtype)
-        return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, None, None, None, None, None
+        return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, None, None, None, None, None, None
 
 
 class _Sums(NamedTuple):
@@ -282,14 +292,22 @@ def _raw_gradient(
     by: LogitTransform,
     dtype: torch.dtype,
     kept: Kept | None,
+    by_entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return gradient * (onehot(target) - softmax over kept words), backpropagated through `by`, in `dtype`.
 
-    With several targets, the terms are summed: the softmax is multiplied by the sum of their gradients.
+    With several targets, the terms are summed: the softmax is multiplied by the sum of their gradients. `by_entropy`
+    are the gradients of the entropies, and the entropies: dH / dz = -p (log p + H) for a word with probability p.
     """
     logits_NW = by.apply(raw_NW, bias_W)
     gradient_N = gradient_NX if gradient_NX.dim() == 1 else gradient_NX.sum(dim=1)
-    result_NW = (logits_NW - normalizers_N.unsqueeze(1)).exp_().mul_(-gradient_N.unsqueeze(1))
+    logprobs_NW = logits_NW - normalizers_N.unsqueeze(1)
+    if by_entropy is None:
+        result_NW = logprobs_NW.exp_().mul_(-gradient_N.unsqueeze(1))
+    else:
+        of_entropies_N, entropies_N = by_entropy
+        factors_NW = (logprobs_NW + entropies_N.unsqueeze(1)).mul_(of_entropies_N.unsqueeze(1))
+        result_NW = logprobs_NW.exp_().mul_(factors_NW.add_(gradient_N.unsqueeze(1)).neg_())
     if kept is not None:
         result_NW = result_NW.masked_fill_(logits_NW < kept.thresholds_N.unsqueeze(1), 0)
     if torch.compiler.is_compiling():  # scattering would need a separate kernel, and prevent fusion

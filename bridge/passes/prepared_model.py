@@ -62,8 +62,12 @@ class PreparedModel:
         """Whether the layers are compiled, or will be at their first call."""
         return layers.are_compiled(self.model)
 
-    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the targets, and the entropies (without gradient), both in nats.
+    def logprobs(
+        self, batch: MicroBatch, temperature: float, *, differentiates_entropies: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the targets, and the entropies, both in nats.
+
+        The entropies have a gradient only with `differentiates_entropies`.
 
         Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`; with `several` targets of a row [N, K], [N].
         Every rank of a sliced pack gets all rows.
@@ -76,7 +80,10 @@ class PreparedModel:
         hidden_NH = hidden_LH.index_select(0, own.rows_N)
         words = None if self.parallel is None else self.parallel.head_words
         targets = own.targets_N if own.several is None else own.several.ids_NK
-        computed = token_logprobs(hidden_NH, head_VH, bias_V, targets, transform, self.is_compiled, own.kept, words)
+        computed = token_logprobs(
+            hidden_NH, head_VH, bias_V, targets, transform, self.is_compiled, own.kept, words,
+            differentiates_entropies=differentiates_entropies,
+        )  # fmt: skip
         logprobs, entropies = computed if rows is None else rows.of_all(*computed)
         if batch.distinct is None:
             return logprobs, entropies

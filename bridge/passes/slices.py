@@ -128,7 +128,7 @@ class Rows:
         """The pack with only the rows of this rank's slice, as indices in that slice."""
 
     def of_all(self, logprobs_M: Tensor, entropies_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities and entropies (without gradient) of all ranks' rows: [M] x 2 -> [N] x 2.
+        """Return the log-probabilities and entropies of all ranks' rows: [M] x 2 -> [N] x 2.
 
         Several targets of a row are [M, K] -> [N, K]. All ranks compute the same loss from the result, so in the
         backward pass each uses the gradient of its own rows.
@@ -142,7 +142,8 @@ class Rows:
         by_rank = zip(_joined(own_2, self._slices).split(most), self._counts, strict=True)
         both_N2 = torch.cat([of_rank[:count] for of_rank, count in by_rank])[self._order_N.argsort()]
         logprobs = both_N2[:, :-1] if logprobs_M.dim() > 1 else both_N2[:, 0]
-        return logprobs, both_N2[:, -1].detach()
+        entropies_N = both_N2[:, -1]
+        return logprobs, entropies_N if entropies_M.requires_grad else entropies_N.detach()
 
 
 def cut(model: PreTrainedModel, group: Ranks) -> Slices:

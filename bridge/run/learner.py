@@ -244,15 +244,18 @@ class Learner:
 
     def _loss(self, model_pass: Pass) -> Tensor:
         """Return the loss of one pass, and add it to the loss of its update."""
-        logprobs_N, entropies_N = self.trainable.logprobs(model_pass.batch)
+        logprobs_N, entropies_N = self.trainable.logprobs(
+            model_pass.batch, differentiates_entropies=self.spec.entropy_coef > 0
+        )
         if model_pass.old_logprobs_N is None:
-            self._remember(model_pass, logprobs_N.detach(), entropies_N)
+            self._remember(model_pass, logprobs_N.detach(), entropies_N.detach())
         if self.trainable.reference is not None and model_pass.reference_logprobs_N is None:
             model_pass.reference_logprobs_N = self.trainable.reference_logprobs(model_pass.batch)
         assert model_pass.old_logprobs_N is not None
         loss, sums = policy_loss(
-            logprobs_N, model_pass.old_logprobs_N, model_pass.batch, self.spec, model_pass.reference_logprobs_N
-        )
+            logprobs_N, model_pass.old_logprobs_N, model_pass.batch, self.spec, model_pass.reference_logprobs_N,
+            entropies_N,
+        )  # fmt: skip
         self._computed.losses[-1] += loss.detach()
         self._computed.loss_sums += torch.stack([sums[name] for name in self.spec.metrics])
         return loss

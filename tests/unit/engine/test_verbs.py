@@ -264,6 +264,25 @@ def test_failed_loss_leaves_no_gradients(policy: bridge.Policy, groups: list[Gro
         policy.optim_step()
 
 
+def test_entropy_bonus_is_part_of_forward_backward(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+
+    def found(coef: float) -> tuple[float, list[Tensor]]:
+        policy.drop_gradients()
+        passes = policy.forward_backward(samples, bridge.LossConfig(entropy_coef=coef))
+        return passes.metrics["loss"], [
+            parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None
+        ]
+
+    (plain, without), (once, one), (twice, two) = map(found, (0.0, 0.1, 0.2))
+    assert once < plain
+    assert twice - once == pytest.approx(once - plain, rel=1e-3)
+    for a, b, c in zip(without, one, two, strict=True):
+        torch.testing.assert_close((c - b).float(), (b - a).float(), rtol=0.1, atol=2e-2 * float(a.float().abs().max()))
+    assert any(not torch.equal(a, b) for a, b in zip(without, one, strict=True))
+    policy.drop_gradients()
+
+
 def test_losses_forward_backward_cannot_use_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
     samples = bridge.samples(groups)
     with pytest.raises(UsageError, match="top_entropy"):
@@ -278,10 +297,10 @@ def test_running_out_of_memory_makes_passes_smaller(
     samples, failures = bridge.samples(groups), [torch.OutOfMemoryError("CUDA out of memory")]
     trainable, logprobs = policy.trainable, policy.trainable.logprobs
 
-    def failing(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def failing(batch: MicroBatch, **choices: bool) -> tuple[Tensor, Tensor]:
         if failures:
             raise failures.pop()
-        return logprobs(batch)
+        return logprobs(batch, **choices)
 
     monkeypatch.setattr(trainable, "logprobs", failing)
     policy.forward_backward(samples)

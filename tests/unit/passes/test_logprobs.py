@@ -91,8 +91,9 @@ def naive(
     ("cap", "scale", "with_bias", "compiles"),
     [(None, 1.0, False, False), (None, 8.0, True, False), (2.0, 1.0, False, False), (2.0, 1.0, True, True)],
 )
+@pytest.mark.parametrize("has_bonus", [False, True], ids=["", "entropy bonus"])
 def test_values_and_gradients_match_float64(
-    dtype: torch.dtype, cap: float | None, scale: float, with_bias: bool, compiles: bool, device: str
+    dtype: torch.dtype, cap: float | None, scale: float, with_bias: bool, compiles: bool, has_bonus: bool, device: str
 ) -> None:
     torch.manual_seed(0)
     fused = torch.randn(VOCABULARY + 19, 16).to(device, dtype)
@@ -111,17 +112,19 @@ def test_values_and_gradients_match_float64(
         targets,
         LogitTransform(temperature=0.7, final_logit_softcapping=cap, logits_scaling=scale),
         compiles,
+        differentiates_entropies=has_bonus,
     )
     expected, expected_entropies = naive(
         exact[0], exact[1], targets, temperature=0.7, bias=exact[2] if with_bias else None, cap=cap, scale=scale
     )
     assert logprobs.dtype == entropies.dtype == torch.float32
-    assert not entropies.requires_grad
+    assert entropies.requires_grad == has_bonus
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-5)
 
-    (logprobs * weights).sum().backward()
-    (expected * weights).sum().backward()
+    of_entropies = torch.randn(10, device=device) * has_bonus
+    (logprobs * weights + entropies * of_entropies).sum().backward()
+    (expected * weights + expected_entropies * of_entropies).sum().backward()
     # on the CPU the gradient is rounded once, to its own dtype; on a GPU the logits' gradient is also rounded to bf16
     relative = 1e-5 if dtype == torch.float32 else 2**-8
     absolute = 0.02 if (dtype, device) == (torch.bfloat16, "cuda") else 1e-5
@@ -247,14 +250,26 @@ def test_filtered_values_match_a_mask_over_all_logits(
     kept, is_kept, targets = kept_of(logits, counts)
     expected, expected_entropies = filtered(logits, targets, is_kept)
     by = LogitTransform(temperature=temperature, final_logit_softcapping=cap)
-    actual, entropies = token_logprobs(ours[0], ours[1], None, targets, by, compiles, kept)
+    actual, entropies = token_logprobs(
+        ours[0], ours[1], None, targets, by, compiles, kept, differentiates_entropies=True
+    )
     assert kept.thresholds_N.grad_fn is None
     torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-4, atol=1e-4)
-    weights = torch.randn(30, device=device)
-    mine = torch.autograd.grad((actual * weights).sum(), ours)
-    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    weights, of_entropies = torch.randn(2, 30, device=device)
+    mine = torch.autograd.grad((actual * weights + entropies * of_entropies).sum(), ours)
+    theirs = torch.autograd.grad((expected * weights + expected_entropies * of_entropies).sum(), exact)
     torch.testing.assert_close(mine, tuple(gradient.float() for gradient in theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_entropy_alone_has_its_gradient() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(5, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
+    targets = torch.arange(5)
+    _, entropies = token_logprobs(hidden, head, None, targets, PLAIN, False, differentiates_entropies=True)
+    _, expected = naive(hidden, head, targets)
+    mine, theirs = (torch.autograd.grad(one.sum(), (hidden, head)) for one in (entropies, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_tied_head_gets_both_gradients_over_kept_words() -> None:

@@ -295,9 +295,13 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
         mine = [leaf[rows] if index else leaf for index, leaf in enumerate(leaves)]
         mine = [leaf.clone().requires_grad_() for leaf in mine]
         hidden, head, bias = mine
-        logprobs_T, entropies = token_logprobs(hidden, head, bias, targets, by, compiles, kept, given)
-        (logprobs_T * torch.linspace(-1, 1, 20)).sum().backward()
-        pairs.append([logprobs_T.detach(), entropies, *(leaf.grad for leaf in mine if leaf.grad is not None)])
+        logprobs_T, entropies_T = token_logprobs(
+            hidden, head, bias, targets, by, compiles, kept, given, differentiates_entropies=True
+        )
+        (logprobs_T * torch.linspace(-1, 1, 20) + entropies_T * torch.linspace(2, -1, 20)).sum().backward()
+        pairs.append(
+            [logprobs_T.detach(), entropies_T.detach(), *(leaf.grad for leaf in mine if leaf.grad is not None)]
+        )
     pairs[1][3:] = [gradient[own] for gradient in pairs[1][3:]]
     return list(zip(*pairs, strict=True))
 

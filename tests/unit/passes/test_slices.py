@@ -227,6 +227,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "all tokens": {},
     "the most uncertain, in small packs": {"top_entropy": 0.3, "micro_batch_tokens": 40},
     "sequences, twice": {"loss": "gspo", "passes_per_batch": 2, "updates_per_batch": 2},
+    "an entropy bonus": {"entropy_coef": 0.1},
 }
 
 

@@ -118,9 +118,9 @@ def test_first_update_needs_no_extra_pass(monkeypatch: pytest.MonkeyPatch) -> No
     """Its ratios are 1 whatever the kernels do, since both sides are the same numbers."""
     original, calls = PreparedModel.logprobs, [0]
 
-    def noisy(*given: Any) -> tuple[Tensor, Tensor]:
+    def noisy(*given: Any, **choices: Any) -> tuple[Tensor, Tensor]:
         calls[0] += 1
-        logprobs_N, entropies_N = original(*given)
+        logprobs_N, entropies_N = original(*given, **choices)
         return logprobs_N + torch.randn_like(logprobs_N), entropies_N
 
     monkeypatch.setattr(PreparedModel, "logprobs", noisy)

@@ -166,9 +166,10 @@ def naive_loss(
     weigh: Callable[[Tensor], Tensor] = lambda ratio_T: ratio_T.clamp(max=2.0),
     kl: tuple[float, PreTrainedModel] | None = None,
     in_reward: bool = False,
+    entropy: float = 0.0,
     num_clipped: list[int] | None = None,
 ) -> Tensor:
-    """Return DAPO's loss with importance weights and, optionally, a KL divergence from another model."""
+    """Return DAPO's loss with importance weights and, optionally, a KL divergence or an entropy bonus."""
     total, num_tokens = torch.zeros(()), 0
     for group in groups:
         rewards = torch.tensor(group.rewards)
@@ -186,6 +187,10 @@ def naive_loss(
             if kl is not None and not in_reward:
                 difference_T = naive_logprobs(kl[1], *at).detach() - logprobs_T
                 term_T = term_T + kl[0] * (difference_T.exp() - difference_T - 1)
+            if entropy:
+                inputs_1T = torch.tensor([[*at[0], *at[1]]])
+                logits_TV = model(inputs_1T).logits[0, len(at[0]) - 1 : -1] / TEMPERATURE
+                term_T = term_T - entropy * torch.distributions.Categorical(logits=logits_TV).entropy()
             total = total + (term_T * weigh((old_T - torch.tensor(completion.logprobs)).exp())).sum()
             num_tokens += len(completion.token_ids)
             if num_clipped is not None:
@@ -395,6 +400,26 @@ def test_divergence_uses_the_frozen_reference(
     )  # fmt: skip
     assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
     assert learnt["kl"] > 0.01
+
+
+@pytest.mark.parametrize(("passes", "tokens"), [(1, None), (2, None), (1, 20)])
+def test_entropy_bonus_has_its_exact_gradient(groups: list[Group], passes: int, tokens: int | None) -> None:
+    model = base()
+    plain, before = copy.deepcopy(model), weights(model)
+    expected = naive_descent(plain, [groups] * passes, LARGE, entropy=0.5)
+    updated(
+        model, groups, make_optimizer=Descent, lr=LARGE, passes_per_batch=passes, micro_batch_tokens=tokens,
+        entropy_coef=0.5,
+    )  # fmt: skip
+    assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
+
+
+def test_entropy_bonus_alone_makes_the_policy_less_certain(groups: list[Group]) -> None:
+    model, equal = base(), [flat(group) for group in groups]
+    first = updated(model, equal, make_optimizer=Descent, lr=LARGE, entropy_coef=1.0)
+    second = updated(model, equal, make_optimizer=Descent, lr=LARGE, entropy_coef=1.0)
+    assert first["tokens_trained"] == 52
+    assert second["entropy"] > first["entropy"]
 
 
 def test_completions_without_advantage_stay_near_the_reference(groups: list[Group]) -> None:

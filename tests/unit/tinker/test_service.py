@@ -155,9 +155,9 @@ def test_data_with_the_same_prompt_compute_it_once(service: Service, monkeypatch
     sizes = list[int]()
     logprobs = PreparedModel.logprobs
 
-    def counted(prepared: PreparedModel, batch: MicroBatch, temperature: float) -> Any:
+    def counted(prepared: PreparedModel, batch: MicroBatch, temperature: float, **choices: bool) -> Any:
         sizes.append(len(batch.tokens_T))
-        return logprobs(prepared, batch, temperature)
+        return logprobs(prepared, batch, temperature, **choices)
 
     def datum(*completion: int, first: int | None = None) -> Datum:
         ids = *prompt, *completion
