@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from bridge.weights import skeleton
 from bridge.weights.model_folder import stored_buffers
@@ -57,6 +64,15 @@ def qwen2(vocabulary: int = VOCABULARY) -> Qwen2Config:
         eos_token_id=2,
         pad_token_id=0,
     )
+
+
+def frozen_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return the base model of an adapter, always with the same weights."""
+    torch.manual_seed(7)
+    config = llama()
+    config.initializer_range = 0.08
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
 
 
 def with_longrope(folder: Path, original: int) -> torch.Tensor:

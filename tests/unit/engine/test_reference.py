@@ -22,6 +22,7 @@ from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
 from tests.models.families import FAMILIES
+from tests.models.tiny import frozen_llama
 from tests.unit.passes.test_preparation import mixture
 
 CPU = torch.device("cpu")
@@ -36,14 +37,6 @@ def check_of(config: TrainConfig) -> None:
 def opened(config: TrainConfig, model: PreTrainedModel) -> Reference | None:
     has_adapter = config.mode == "lora_only"
     return open_reference(config.loss, config.compute, PreparedModel(model), CPU, has_adapter=has_adapter)
-
-
-def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(7)
-    config = tiny.llama()
-    config.initializer_range = 0.08
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
 
 
 def config_of(**choices: Any) -> TrainConfig:
@@ -95,7 +88,7 @@ def logprobs(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_disabled_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype) -> None:
-    model, alone = base(dtype), base(dtype)
+    model, alone = frozen_llama(dtype), frozen_llama(dtype)
     as_in_a_slot(filled(model, lora_dropout=0.5))
     with torch.no_grad():
         without, before = alone(IDS).logits, [parameter.clone() for parameter in model.parameters()]
@@ -108,12 +101,12 @@ def test_disabled_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype) -> Non
 def test_reference_logprobs_are_not_filtered() -> None:
     batch = micro_batch()
     kept = Kept(torch.full((len(batch.rows_N),), 1e9), torch.ones(len(batch.rows_N)))
-    reference = Reference(prepared=PreparedModel(base()))
+    reference = Reference(prepared=PreparedModel(frozen_llama()))
     assert torch.equal(reference.logprobs(replace(batch, kept=kept), 0.7), reference.logprobs(batch, 0.7))
 
 
 def test_reference_does_not_change_training() -> None:
-    model = base()
+    model = frozen_llama()
     as_in_a_slot(filled(model))
     before = trained(model)
     addresses = {name: parameter.data_ptr() for name, parameter in before.items()}
@@ -137,7 +130,7 @@ def test_reference_does_not_change_training() -> None:
 def test_adapter_can_be_disabled_between_two_passes() -> None:
     gradients = []
     for toggles in (False, True):
-        model = base()
+        model = frozen_llama()
         filled(model)
         loss = model(IDS).logits.square().mean()
         if toggles:
@@ -151,7 +144,7 @@ def test_adapter_can_be_disabled_between_two_passes() -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_follow_the_adapters_switch() -> None:
-    model = base()
+    model = frozen_llama()
     without = model(IDS).logits
     filled(model)
     expected = model(IDS).logits.detach()
@@ -172,7 +165,7 @@ def test_compiled_layers_follow_the_adapters_switch() -> None:
 
 
 def test_adapter_is_enabled_again_after_an_error() -> None:
-    model = base()
+    model = frozen_llama()
     filled(model)
     names, logits = trained(model).keys(), model(IDS).logits
     with pytest.raises(IndexError), adapter_off(model):
@@ -182,7 +175,7 @@ def test_adapter_is_enabled_again_after_an_error() -> None:
 
 
 def test_reference_of_an_adapter_is_its_base() -> None:
-    model = base()
+    model = frozen_llama()
     alone = logprobs(model)
     filled(model)
     reference = opened(config_of(mode="lora_only", kl_coef=0.1), model)
@@ -220,7 +213,7 @@ def test_mixture_of_experts_can_be_a_reference(tmp_path: Path) -> None:
     """It is checked with a fixed choice of experts, and ignores the trained model's experts in batches."""
     mixture().save_pretrained(tmp_path)
     config = config_of(model_name=str(tmp_path), kl_coef=0.1, reference_model=str(tmp_path))
-    reference = opened(config, base(torch.bfloat16))
+    reference = opened(config, frozen_llama(torch.bfloat16))
     assert reference is not None
     plain = micro_batch()
     experts_TX = torch.zeros(len(plain.tokens_T), 2, dtype=torch.int16)
@@ -239,7 +232,7 @@ def test_reference_has_the_trained_models_dtype(folder: Path) -> None:
 def test_no_reference_without_a_kl_term() -> None:
     for mode in ("shared_vllm", "lora_only", "none"):
         check_of(config_of(mode=mode))
-        assert opened(config_of(mode=mode), base()) is None
+        assert opened(config_of(mode=mode), frozen_llama()) is None
 
 
 def test_adapter_needs_no_reference_model() -> None:
@@ -314,6 +307,6 @@ def test_too_large_reference_is_refused_before_loading(folder: Path, monkeypatch
     monkeypatch.setattr(loaded, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(loaded, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(UsageError, match="GiB are free") as caught:
-        opened(config_of(kl_coef=0.1, reference_model=str(folder)), base())
+        opened(config_of(kl_coef=0.1, reference_model=str(folder)), frozen_llama())
     assert str(folder) in caught.value.message
     assert "--mode lora_only" in caught.value.hint

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bridge.config import TrainConfig
+from bridge.errors import BridgeError
 from bridge.modes import WAYS
 from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import RunContext
@@ -138,6 +139,12 @@ class World:
     def opened(self, handover: str, *, resumes: bool = False, **choices: Any) -> Running:
         mode = self.made(handover, resumes=resumes, **choices)
         return Running(mode, mode.open(), self)
+
+    def refused(self, handover: str, kind: type[BridgeError], words: str, **choices: Any) -> str:
+        """Check that opening is refused with `words`, and return the hint."""
+        with pytest.raises(kind, match=words) as caught:
+            self.opened(handover, **choices)
+        return caught.value.hint
 
     def scratch_folders(self) -> list[str]:
         return sorted(path.name for path in self.scratch.iterdir()) if self.scratch.exists() else []

@@ -5,7 +5,6 @@ Not covered: what both handovers have in common (`test_lora_memory.py`).
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,12 @@ import pytest
 import torch
 
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UnsupportedModelError, UsageError
+from bridge.errors import AttachError, ServerUnreachableError, UnsupportedModelError, UsageError
 from tests.models import tiny
 from tests.unit.checks_sample import dead_server
 from tests.unit.http_server import Answer, as_json, serving
-from tests.unit.modes.lora_runs import World, weight_bytes, world_in
+from tests.unit.modes.lora_runs import World, weight_bytes
 from tests.unit.modes.lora_server import LoraServer
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with world_in(tmp_path, monkeypatch) as world:
-        yield world
-
-
-def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
-    """Check that opening is refused with `words`, and return the hint."""
-    with pytest.raises(kind, match=words) as caught:
-        world.opened("disk", **choices)
-    return caught.value.hint
 
 
 @pytest.mark.parametrize("stock", [False, True])
@@ -106,7 +92,7 @@ def test_base_is_a_second_copy_without_a_manifest(world: World) -> None:
 
 def test_second_copy_follows_the_servers_max_length(world: World) -> None:
     frequencies = tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
-    refused(world, UsageError, "the server does not report it", vllm_port=world.port)
+    world.refused("disk", UsageError, "the server does not report it", vllm_port=world.port)
     world.server.refuses["GET models"] = as_json({"data": [{"id": "tiny", "max_model_len": 65}]})
     running = world.opened("disk", vllm_port=world.port)
     torch.testing.assert_close(running.opened.model.model.rotary_emb.inv_freq, frequencies)
@@ -115,7 +101,7 @@ def test_second_copy_follows_the_servers_max_length(world: World) -> None:
 def test_second_copy_with_unsupported_rope_is_refused(world: World) -> None:
     tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
     world.export(max_model_len=65, model_class="TransformersForCausalLM")
-    refused(world, UnsupportedModelError, "vLLM runs it as TransformersForCausalLM")
+    world.refused("disk", UnsupportedModelError, "vLLM runs it as TransformersForCausalLM")
 
 
 def test_base_that_cannot_be_attached_is_loaded(world: World) -> None:
@@ -177,7 +163,7 @@ def test_checkpoint_is_served_as_its_or_the_next_version(world: World) -> None:
 def test_torn_server_is_refused_before_anything_changes(world: World, resumes: bool) -> None:
     world.export()
     world.server.state = "torn"
-    hint = refused(world, AttachError, "the adapter may be half-written", resumes=resumes)
+    hint = world.refused("disk", AttachError, "the adapter may be half-written", resumes=resumes)
     assert hint.startswith("bridge restore ADAPTER")
     assert world.server.calls == ["POST lease", "GET models", "GET status"]
     assert world.scratch_folders() == []
@@ -186,7 +172,7 @@ def test_torn_server_is_refused_before_anything_changes(world: World, resumes: b
 def test_server_without_adapters_is_refused(world: World) -> None:
     world.export()
     world.server.refuses["POST load_lora_adapter"] = Answer('{"detail":"Not SavedCheckpoint"}', 404)
-    hint = refused(world, UsageError, "does not accept the adapter: 404")
+    hint = world.refused("disk", UsageError, "does not accept the adapter: 404")
     assert "bridge serve-vllm --max-lora-rank" in hint
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in hint
     assert not world.scratch.exists()

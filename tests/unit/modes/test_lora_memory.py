@@ -5,10 +5,8 @@ Not covered: the adapter itself (`tests/unit/weights/test_adapter.py`).
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -16,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError, UsageError
+from bridge.errors import AttachError, ManifestError, ServerUnreachableError, UsageError
 from bridge.ranks.world import Ranks
 from bridge.server.client import BridgeClient
 from tests.models import tiny
@@ -28,19 +26,6 @@ from tests.unit.several_ranks import on_ranks
 from tests.unit.toy_server import FILLER, ToyServer
 
 HANDOVERS = pytest.mark.parametrize("handover", ["memory", "disk"])
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with world_in(tmp_path, monkeypatch) as world:
-        yield world
-
-
-def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
-    """Check that opening is refused with `words`, and return the hint."""
-    with pytest.raises(kind, match=words) as caught:
-        world.opened("memory", **choices)
-    return caught.value.hint
 
 
 def test_opening_unloads_earlier_adapters_and_fills_the_slot(world: World) -> None:
@@ -165,7 +150,7 @@ def test_mismatched_adapter_is_refused_before_a_pause(world: World) -> None:
 def test_torn_server_is_refused_with_the_fix(world: World) -> None:
     world.export()
     world.server.state = "torn"
-    assert refused(world, AttachError, "the adapter may be half-written").startswith("bridge restore ADAPTER")
+    assert world.refused("memory", AttachError, "the adapter may be half-written").startswith("bridge restore ADAPTER")
 
 
 def test_resuming_run_repairs_a_torn_adapter(world: World) -> None:
@@ -179,12 +164,12 @@ def test_resuming_run_repairs_a_torn_adapter(world: World) -> None:
 def test_resuming_run_does_not_repair_torn_weights(world: World) -> None:
     world.export()
     world.server.state, world.server.writes = "torn", "weights"
-    refused(world, AttachError, "the weights may be half-written", resumes=True)
+    world.refused("memory", AttachError, "the weights may be half-written", resumes=True)
 
 
 def test_slots_with_a_different_rank_are_refused(world: World) -> None:
     world.export()
-    hint = refused(world, AttachError, f"slots have rank {RANK}, but the adapter has rank 2", lora_r=2)
+    hint = world.refused("memory", AttachError, f"slots have rank {RANK}, but the adapter has rank 2", lora_r=2)
     for way_out in (f"--lora-r {RANK};", "bridge serve-vllm --max-lora-rank 2", "--lora-handover disk"):
         assert way_out in hint
     assert world.server.calls == ["POST lease"]
@@ -195,14 +180,16 @@ def test_slots_with_different_shapes_are_refused(world: World) -> None:
     slots = world.server.toy.manifest.shards[0].lora_slots
     first, other = (f"model.layers.0.self_attn.{name}" for name in ("k_proj", "q_proj"))
     world.export(lora_slots={**slots, first: slots[other]})
-    refused(world, ManifestError, rf"1 modules do not match the shapes of the modules' weights, the first: {first}")
+    world.refused(
+        "memory", ManifestError, rf"1 modules do not match the shapes of the modules' weights, the first: {first}"
+    )
     assert world.server.calls == ["POST lease"]
 
 
 def test_module_without_a_slot_is_refused_by_name(world: World) -> None:
     world.server.toy = toy_server.with_slots(world.server.toy, RANK, without="down_proj")
     world.export()
-    hint = refused(world, AttachError, r"no slot .* 2 modules, the first: model\.layers\.0\.mlp\.down_proj")
+    hint = world.refused("memory", AttachError, r"no slot .* 2 modules, the first: model\.layers\.0\.mlp\.down_proj")
     assert "--lora-target-modules" in hint
     assert world.server.calls == ["POST lease"]
 
@@ -211,32 +198,32 @@ def test_server_without_slots_is_refused(world: World) -> None:
     toy = world.server.toy
     world.server.toy = ToyServer(toy.edited(lora_slots={}), toy.tensors, toy.reference)
     world.export()
-    hint = refused(world, AttachError, "does not accept adapters, or its slots cannot be shared")
+    hint = world.refused("memory", AttachError, "does not accept adapters, or its slots cannot be shared")
     assert hint == f"bridge serve-vllm --max-lora-rank {RANK}, without --fully-sharded-loras"
 
 
 def test_adapter_refused_by_the_server_leaves_no_files(world: World) -> None:
     world.export()
     world.server.refuses["POST adapter"] = as_json({"error": "no room", "hint": "make some"}, 409)
-    assert refused(world, AttachError, "no room") == "make some"
+    assert world.refused("memory", AttachError, "no room") == "make some"
     assert not world.scratch.exists()
 
 
 def test_slot_with_unexpected_contents_is_refused(world: World) -> None:
     world.export()
     world.server.seats = lambda value: 2 * value
-    refused(world, AttachError, "does not hold the adapter")
+    world.refused("memory", AttachError, "does not hold the adapter")
     assert "POST pause" not in world.server.calls
 
 
 def test_base_that_cannot_be_attached_is_refused(world: World) -> None:
     world.export(tp_degree=2)
-    refused(world, ManifestError, "tensor-parallel size 2")
+    world.refused("memory", ManifestError, "tensor-parallel size 2")
     assert world.server.calls == ["POST lease"]
 
 
 def test_missing_manifest_error_offers_both_fixes(world: World) -> None:
-    hint = refused(world, UsageError, "trains the adapter in vLLM's own memory, but no manifest")
+    hint = world.refused("memory", UsageError, "trains the adapter in vLLM's own memory, but no manifest")
     assert "bridge serve-vllm --max-lora-rank" in hint
     assert "--lora-handover disk" in hint
 

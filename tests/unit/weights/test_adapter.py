@@ -28,18 +28,11 @@ from bridge.weights.adapter import Adapter
 from tests.logged import nothing_logged
 from tests.models import tiny
 from tests.models.families import FAMILIES
+from tests.models.tiny import frozen_llama
 
 SCALINGS = [(16.0, 8), (4.0, 8), (24.0, 8)]
 """alpha and r with a scaling of 2, 1/2 and 3, which is not a power of two."""
 IDS = torch.arange(3, 19).view(2, 8)
-
-
-def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(7)
-    config = tiny.llama()
-    config.initializer_range = 0.08
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
 
 
 def put_in(model: PreTrainedModel, **choices: Any) -> Adapter:
@@ -80,7 +73,7 @@ def plain_peft(model: PreTrainedModel, folder: Path) -> Any:
 
 @pytest.mark.parametrize(("alpha", "rank"), SCALINGS)
 def test_saved_adapter_computes_the_same_in_peft(tmp_path: Path, alpha: float, rank: int) -> None:
-    model, alone = base(), base()
+    model, alone = frozen_llama(), frozen_llama()
     adapter = put_in(model, lora_alpha=alpha, lora_r=rank)
     without = alone(IDS).logits
     assert torch.equal(model(IDS).logits, without)  # B is zero
@@ -93,10 +86,10 @@ def test_saved_adapter_computes_the_same_in_peft(tmp_path: Path, alpha: float, r
 
 @pytest.mark.parametrize("alpha", [16.0, 4.0])
 def test_power_of_two_scaling_is_bit_exact_in_bf16(tmp_path: Path, alpha: float) -> None:
-    model = base(torch.bfloat16)
+    model = frozen_llama(torch.bfloat16)
     adapter = put_in(model, lora_alpha=alpha)
     fill(adapter)
-    theirs = plain_peft(base(torch.bfloat16), saved(adapter, tmp_path / "adapter"))
+    theirs = plain_peft(frozen_llama(torch.bfloat16), saved(adapter, tmp_path / "adapter"))
     assert torch.equal(model(IDS).logits, theirs(IDS).logits)
 
 
@@ -112,7 +105,7 @@ def test_power_of_two_scaling_is_bit_exact_in_bf16(tmp_path: Path, alpha: float)
 def test_b_is_saved_in_a_wider_dtype_if_needed(
     tmp_path: Path, dtype: torch.dtype, alpha: float, stored: torch.dtype
 ) -> None:
-    adapter = put_in(base(dtype), lora_alpha=alpha)
+    adapter = put_in(frozen_llama(dtype), lora_alpha=alpha)
     tensors = load_file(saved(adapter, tmp_path / "adapter") / "adapter_model.safetensors")
     assert len(tensors) == 2 * len(adapter.modules) == 28
     assert {tensor.dtype for name, tensor in tensors.items() if "lora_B" in name} == {stored}
@@ -122,7 +115,7 @@ def test_b_is_saved_in_a_wider_dtype_if_needed(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("alpha", [16.0, 4.0, 24.0, 7.0, 80.0])
 def test_saving_and_loading_keeps_every_bit(tmp_path: Path, dtype: torch.dtype, alpha: float) -> None:
-    adapter = put_in(base(dtype), lora_alpha=alpha)
+    adapter = put_in(frozen_llama(dtype), lora_alpha=alpha)
     fill(adapter)
     before, addresses = values(adapter), [m.lora_b.data_ptr() for m in adapter.modules.values()]
     folder = saved(adapter, tmp_path / "adapter")
@@ -135,7 +128,7 @@ def test_saving_and_loading_keeps_every_bit(tmp_path: Path, dtype: torch.dtype, 
 
 
 def test_saved_config_names_the_base_and_standard_lora(tmp_path: Path) -> None:
-    folder = saved(put_in(base()), tmp_path / "adapter")
+    folder = saved(put_in(frozen_llama()), tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 16.0, "tiny")
     assert not any(config[extra] for extra in ("use_dora", "use_rslora", "modules_to_save"))
@@ -155,7 +148,7 @@ def test_saved_config_names_the_base_and_standard_lora(tmp_path: Path) -> None:
     ],
 )
 def test_saved_adapter_beyond_plain_lora_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    adapter = put_in(base())
+    adapter = put_in(frozen_llama())
     path = saved(adapter, tmp_path / "adapter") / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     fill(adapter)
@@ -166,7 +159,7 @@ def test_saved_adapter_beyond_plain_lora_is_refused(tmp_path: Path, name: str, v
 
 
 def test_adapter_scaled_by_the_roots_inverse_loads_as_plain_lora(tmp_path: Path) -> None:
-    model = base()
+    model = frozen_llama()
     peft_model = get_peft_model(
         model, LoraConfig(r=8, lora_alpha=16, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM")
     )
@@ -176,7 +169,7 @@ def test_adapter_scaled_by_the_roots_inverse_loads_as_plain_lora(tmp_path: Path)
                 parameter.normal_(std=0.1)
         expected = peft_model.eval()(IDS).logits
     peft_model.save_pretrained(str(tmp_path / "theirs"))
-    adapter = put_in(base(), lora_alpha=16 * math.sqrt(8))
+    adapter = put_in(frozen_llama(), lora_alpha=16 * math.sqrt(8))
     with pytest.raises(UsageError) as caught:
         adapter.load(tmp_path / "theirs")
     alpha = re.search(r'"lora_alpha": ([\d.]+) ', caught.value.hint)
@@ -185,7 +178,7 @@ def test_adapter_scaled_by_the_roots_inverse_loads_as_plain_lora(tmp_path: Path)
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "use_rslora": False, "lora_alpha": float(alpha.group(1))})
     )
-    adapter = put_in(base(), lora_alpha=float(alpha.group(1)))
+    adapter = put_in(frozen_llama(), lora_alpha=float(alpha.group(1)))
     adapter.load(tmp_path / "theirs")
     assert torch.allclose(adapter.peft_model(IDS).logits, expected, atol=1e-4)
 
@@ -195,12 +188,12 @@ def test_saving_and_loading_do_not_contact_the_hub(tmp_path: Path, monkeypatch: 
         raise AssertionError("the hub was contacted")
 
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", fail_if_called)
-    adapter = put_in(base())
+    adapter = put_in(frozen_llama())
     adapter.load(saved(adapter, tmp_path / "adapter"))
 
 
 def test_only_the_adapter_requires_gradients() -> None:
-    model = base()
+    model = frozen_llama()
     adapter = put_in(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == adapter.lr_factors().keys()
@@ -213,7 +206,7 @@ def test_only_the_adapter_requires_gradients() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_reach_a_and_b_of_every_module(checkpointing: bool) -> None:
-    model = base()
+    model = frozen_llama()
     adapter = put_in(model)
     fill(adapter)
     if checkpointing:
@@ -226,19 +219,19 @@ def test_gradients_reach_a_and_b_of_every_module(checkpointing: bool) -> None:
 
 def test_initial_adapter_depends_only_on_the_seed() -> None:
     torch.manual_seed(1)
-    first = values(put_in(base(), seed=3))
+    first = values(put_in(frozen_llama(), seed=3))
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    model = base()
+    model = frozen_llama()
     torch.set_rng_state(state)
     repeated = values(put_in(model, seed=3))
     assert torch.equal(torch.get_rng_state(), state)  # the global generator is untouched
     assert equal(first, repeated)
-    assert not equal(first, values(put_in(base(), seed=4)))
+    assert not equal(first, values(put_in(frozen_llama(), seed=4)))
 
 
 def test_dropout_applies_only_to_the_adapters_input() -> None:
-    model = base()
+    model = frozen_llama()
     adapter = put_in(model, lora_dropout=0.5)
     without = model(IDS).logits
     assert torch.equal(
@@ -250,7 +243,7 @@ def test_dropout_applies_only_to_the_adapters_input() -> None:
 
 
 def test_model_without_dropout_is_deterministic() -> None:
-    model = base()
+    model = frozen_llama()
     fill(put_in(model))
     assert torch.equal(model(IDS).logits, model(IDS).logits)
 
@@ -260,10 +253,12 @@ def test_model_without_dropout_is_deterministic() -> None:
 def test_training_matches_adamw_on_the_saved_adapter(
     tmp_path: Path, alpha: float, rank: int, make: Callable[..., InPlaceOptimizer]
 ) -> None:
-    model, lr, decay, max_norm = base(), 1e-2, 0.1, 0.02
+    model, lr, decay, max_norm = frozen_llama(), 1e-2, 0.1, 0.02
     adapter = put_in(model, lora_alpha=alpha, lora_r=rank)
     fill(adapter)
-    plain = PeftModel.from_pretrained(base(), str(saved(adapter, tmp_path / "before")), is_trainable=True).eval()
+    plain = PeftModel.from_pretrained(
+        frozen_llama(), str(saved(adapter, tmp_path / "before")), is_trainable=True
+    ).eval()
     theirs = {name.removeprefix("base_model.model."): parameter for name, parameter in plain.named_parameters()}
     ours = {name: (model.get_parameter(name), factor) for name, factor in adapter.lr_factors().items()}
     optimizers = (
@@ -308,7 +303,7 @@ def test_training_matches_adamw_on_the_saved_adapter(
 )
 def test_unknown_target_module_is_refused(wanted: str, named: str) -> None:
     with pytest.raises(UsageError, match=f"--lora-target-modules {named}: ") as caught:
-        put_in(base(), lora_target_modules=wanted)
+        put_in(frozen_llama(), lora_target_modules=wanted)
     assert "choose from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.hint
 
 
@@ -359,7 +354,7 @@ def test_linear_router_gets_no_adapter() -> None:
 
 
 def test_only_chosen_modules_get_an_adapter() -> None:
-    adapter = put_in(base(), lora_target_modules="q_proj, layers.1.mlp.down_proj")
+    adapter = put_in(frozen_llama(), lora_target_modules="q_proj, layers.1.mlp.down_proj")
     assert adapter.modules.keys() == {
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.self_attn.q_proj",
@@ -376,8 +371,8 @@ def test_only_chosen_modules_get_an_adapter() -> None:
     ],
 )
 def test_mismatched_adapter_is_refused_without_copying(tmp_path: Path, other: dict[str, Any], words: str) -> None:
-    adapter = put_in(base())
-    folder = saved(put_in(base(), **other), tmp_path / "other")
+    adapter = put_in(frozen_llama())
+    folder = saved(put_in(frozen_llama(), **other), tmp_path / "other")
     before = values(adapter)
     for take in (adapter.check, adapter.load):
         with pytest.raises(UsageError, match=words) as caught:
@@ -404,7 +399,7 @@ def bent_config(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut_short, without_weights, without_config, bent_config])
 def test_damaged_adapter_is_refused_without_copying(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    adapter = put_in(base())
+    adapter = put_in(frozen_llama())
     folder = saved(adapter, tmp_path / "adapter")
     before = copy.deepcopy(values(adapter))
     damage(folder)
@@ -414,7 +409,7 @@ def test_damaged_adapter_is_refused_without_copying(tmp_path: Path, damage: Call
 
 
 def test_saving_neither_overflows_nor_underflows(tmp_path: Path) -> None:
-    adapter = put_in(base(torch.bfloat16), lora_alpha=24.0)
+    adapter = put_in(frozen_llama(torch.bfloat16), lora_alpha=24.0)
     with torch.no_grad():
         for matrices in adapter.modules.values():
             matrices.lora_b.fill_(math.ldexp(1.0, -100))
@@ -424,7 +419,7 @@ def test_saving_neither_overflows_nor_underflows(tmp_path: Path) -> None:
 
 
 def test_gradient_checkpointing_keeps_the_adapters_dropout() -> None:
-    model = base()
+    model = frozen_llama()
     put_in(model, lora_dropout=0.25)
     with nothing_logged():
         recompute_activations(PreparedModel(model))
