@@ -20,7 +20,7 @@ import httpx
 from bridge.core.http_limits import Refusal
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.server.client import VllmClient, error_message, open_async_http
-from bridge.server.protocol import COMPLETIONS
+from bridge.server.protocol import COMPLETIONS, SEED_LIMIT
 from bridge.tinker import wire
 from bridge.tinker.paths import KINDS, SavedPath
 from bridge.tinker.training import SamplingClient, Trainer
@@ -536,7 +536,7 @@ def _sampling_request(
 ) -> tuple[str, dict[str, Any]]:
     """Return the server's route for a request to sample, and the body of the request to it.
 
-    The route of rollouts is the fast one; `/generate` also filters, and reports the likeliest tokens.
+    The route of rollouts is the fast one; `/generate` also filters, takes any seed, and reports the likeliest tokens.
     """
     chosen = body.get("sampling_params") or {}
     unknown = sorted(name for name, given in chosen.items() if given is not None and name not in SAMPLING_PARAMS)
@@ -573,7 +573,9 @@ def _sampling_request(
     elif stop:
         request["stop"] = [stop] if isinstance(stop, str) else stop
     ignores_end = stop == []
-    if not (top_k or top_p != 1 or num_likeliest or num_likeliest_of_prompt or ignores_end or limit is None):
+    is_odd_seed = isinstance(seed, int) and not 0 <= seed <= SEED_LIMIT - request["n"]
+    is_slow = top_k or top_p != 1 or num_likeliest or num_likeliest_of_prompt or ignores_end or is_odd_seed
+    if not (is_slow or limit is None):
         return COMPLETIONS, {**request, "prompt": prompt, "prompt_logprobs": scores_prompt}
     request |= {"prompt": {"prompt_token_ids": prompt}, "top_p": top_p, "top_k": top_k, "logprobs": num_likeliest}
     if ignores_end:
