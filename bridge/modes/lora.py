@@ -8,11 +8,12 @@ Not covered: how the server pins the slot (`patches/bridge_patches/placement.py`
 """
 
 import logging
+import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import nn
 
 from bridge.config import TrainConfig
 from bridge.core.concurrency import in_thread
-from bridge.errors import AttachError, BridgeError, ManifestError, UsageError
+from bridge.errors import AttachError, ManifestError, UsageError
 from bridge.modes.mode import Mode, RunContext
 from bridge.modes.open_slots import OpenSlots
 from bridge.modes.shared_vllm import PatchedServer, manifest_of
@@ -377,6 +378,7 @@ class LoraOnRequest(LoraDisk):
     def __init__(self, config: TrainConfig, run: RunContext) -> None:
         self._saving = deque[Future[Path]]()
         self._slots: OpenSlots | None = None
+        self._pid = os.getpid()
         super().__init__(config, run)
 
     @property
@@ -441,10 +443,10 @@ class LoraOnRequest(LoraDisk):
             self._client.unload_adapter(name)
 
     def close(self) -> None:
-        wait(self._saving)  # what is written is removed with the run's folder
-        if self._slots is not None:
-            with suppress(BridgeError):  # a dead server has no slots
-                self._release_slots()
+        if self._pid == os.getpid():  # a forked process has neither the threads that write nor the slots
+            wait(self._saving)  # what is written is removed with the run's folder
+            if self._slots is not None:
+                self._slots.close()
         super().close()
 
     def _advance(self) -> int:
@@ -486,21 +488,19 @@ class LoraOnRequest(LoraDisk):
 
     def _open_slots(self) -> None:
         """Open the server's slots, if they can be shared; log why not."""
-        self._slots = None
-        if self.shared is None:  # the log says why the base is a second copy
-            return
-        attached, client = self.shared
-        folder = self._run.saved(ADAPTER, self._adapter.save)
-        try:
-            self._slots = OpenSlots(attached, client, [*self._adapter.modules], folder)
-        except AttachError as error:
-            logger.warning("vLLM loads adapters from folders, which takes longer: %s (%s)", error.message, error.hint)
-        finally:
-            self._run.discard(folder.name)
-
-    def _release_slots(self) -> None:
-        assert isinstance(self._client, BridgeClient)
-        self._client.release_adapter()
+        slots = None
+        if self.shared is not None:  # otherwise the log says why the base is a second copy
+            attached, client = self.shared
+            folder = self._run.saved(ADAPTER, self._adapter.save)
+            try:
+                slots = OpenSlots(attached, client, [*self._adapter.modules], folder)
+            except AttachError as error:
+                logger.warning(
+                    "vLLM loads adapters from folders, which takes longer: %s (%s)", error.message, error.hint
+                )
+            finally:
+                self._run.discard(folder.name)
+        self._slots = slots  # until now, other threads get errors of the dead server's slots
 
     def _is_served(self, name: str) -> bool:
         """Return whether the server serves an adapter as `name`: any snapshot may have taken its slot."""
@@ -511,9 +511,9 @@ class LoraOnRequest(LoraDisk):
             super()._serve(version)
             return
         name = f"{ADAPTER}-{version}"
+        self.version = version  # if this fails, too: the server may have served the name
         self._slots.serve(name, self._adapter.copied())
         self._served.append(name)
-        self.version = version
 
     def _forget(self, version: int) -> None:
         name = f"{ADAPTER}-{version}"

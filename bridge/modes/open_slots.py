@@ -7,6 +7,7 @@ file, and vLLM loads nothing.
 Not covered: the slot of an adapter that is trained in place (`LoraMemory`).
 """
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -46,6 +47,9 @@ class OpenSlots:
         handles = {f"{name}.{side}": getattr(exported[name], side) for name in modules for side in ("lora_a", "lora_b")}
         opened = open_handles(handles, attached.device)
         self._all: dict[str, Sides] = {name: (opened[f"{name}.lora_a"], opened[f"{name}.lora_b"]) for name in modules}
+        self._writing = threading.Lock()
+        """Held while a slot is written."""
+        self._is_closed = False
         self.numbers = client.open_slots(adapter)
 
     @property
@@ -65,18 +69,37 @@ class OpenSlots:
             ServerUnreachableError: the server does not answer.
         """
         self._refuse_unfit(adapter)
-        number = self._client.reserve_slot(name)
         try:
-            self._write(number, adapter)
+            number = self._client.reserve_slot(name)
+        except AttachError:  # no slot was reserved
+            raise
+        except BaseException:
+            self._give_back(name)
+            raise
+        try:
+            with self._writing:
+                if self._is_closed:
+                    raise AttachError("the policy was closed while a slot was to be written", hint="attach again")
+                self._write(number, adapter)
             self._client.serve_slot(name)
         except BaseException:
-            with suppress(BridgeError):
-                self._client.unload_adapter(name)  # gives the slot back
+            self._give_back(name)
             raise
+
+    def close(self) -> None:
+        """Give the slots back, once no thread writes one; a dead server has none."""
+        with self._writing:
+            self._is_closed = True
+        with suppress(BridgeError):
+            self._client.release_adapter()
 
     def holds(self, number: int) -> dict[str, Sides]:
         """Return each module's A and B in a slot: [max_rank, in] and [out, max_rank], B scaled."""
         return {name: (a[number, 0], b[number, 0]) for name, (a, b) in self._all.items()}
+
+    def _give_back(self, name: str) -> None:
+        with suppress(BridgeError):
+            self._client.unload_adapter(name)
 
     def _write(self, number: int, adapter: AdapterCopy) -> None:
         r, scaling = adapter.settings.r, adapter.settings.lora_alpha / adapter.settings.r

@@ -178,6 +178,10 @@ class VllmClient:
                 response = self._http.request(method, route, json=body, timeout=limit)
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise unreachable(self.url, f"{type(error).__name__}: {error}") from error
+        except RuntimeError as error:
+            if not self._http.is_closed:
+                raise
+            raise unreachable(self.url, "another thread has closed the connection") from error
         if response.status_code in LOCKED and not route.startswith(BRIDGE_ROUTES):
             raise key_rejected(self.url, response)
         return response

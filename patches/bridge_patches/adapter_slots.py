@@ -18,7 +18,7 @@ Why this is safe: a refused request could not have been served. vLLM's own route
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,18 +141,21 @@ class Adapters:
                 self._empty(slot)
             return [slot.number for slot in opened]
 
-    async def reserve(self, name: str) -> int:
+    async def reserve(self, name: str, has_left: Callable[[], Awaitable[bool]] | None = None) -> int:
         """Give an open slot to a new adapter called `name`, and return the slot; a repeated call returns the same one.
 
         Its previous contents are not served any more. Of the slots without requests in flight, it is the one that was
         reserved longest ago. If all have some, no new ones are accepted for the contents of the first that was
-        reserved, and the call waits until any slot has none.
+        reserved, and the call waits until any slot has none, or the client disconnects (`has_left`).
         """
         async with self._reserving:
             found = next((slot for slot in self._slots if slot.name == name), None)
             if found is not None:
+                self._refuse_served(name)
                 return found.number
             while True:
+                if has_left is not None and await has_left():
+                    raise AttachError(f"the client that waited for a LoRA slot for {name} has left", hint="retry")
                 available = [slot for slot in self._slots if slot.name is None or slot.is_served]
                 if not available:
                     raise AttachError(
@@ -179,8 +182,7 @@ class Adapters:
             raise AttachError(f"no LoRA slot is reserved for {name}", hint="reserve one first")
         if slot.is_served:
             return
-        if name in self._models.lora_requests:
-            raise AttachError(f"another adapter is served as {name}", hint="choose a new name for each adapter")
+        self._refuse_served(name)
         slot.adapter = copy.copy(slot.adapter)  # requests in flight keep the name that they began with
         slot.adapter.lora_name = name
         slot.is_served = True
@@ -188,11 +190,18 @@ class Adapters:
         self._is_expected = self._is_expected or self.newest() is not None
 
     async def release(self) -> None:
-        """Remove the adapters with slots, so that vLLM may reuse these; no adapter is expected then."""
+        """Remove the adapters with slots, so that vLLM may reuse these and their names; none is expected then."""
         async with self._lock:
-            await self._remove_all(slot.adapter for slot in self._slots)
+            released = [*self._slots]
+            await self._remove_all(slot.adapter for slot in released)
             self._slots = []
             self._is_expected = False
+            if released:
+                await self._reset_prefix_cache()
+
+    def _refuse_served(self, name: str) -> None:
+        if name in self._models.lora_requests:
+            raise AttachError(f"another adapter is served as {name}", hint="choose a new name for each adapter")
 
     def _wrap_engine(self) -> int:
         config = self._engine.vllm_config.lora_config
@@ -217,11 +226,7 @@ class Adapters:
         earlier = [*(slot.adapter for slot in self._slots), *(self._models.lora_requests.get(name) for name in names)]
         await self._remove_all(adapter for adapter in earlier if adapter is not None)
         self._slots = []
-        if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise AttachError(
-                "vLLM refuses to reset its prefix cache, so keys and values of an earlier adapter would be served",
-                hint="retry when no other request is running, or restart the server",
-            )
+        await self._reset_prefix_cache()
         adapters = list[Any]()
         try:
             for name in names:
@@ -233,6 +238,13 @@ class Adapters:
             self._slots = []
             raise
         return [*self._slots]
+
+    async def _reset_prefix_cache(self) -> None:
+        if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise AttachError(
+                "vLLM refuses to reset its prefix cache, so keys and values of an earlier adapter would be served",
+                hint="retry when no other request is running, or restart the server",
+            )
 
     async def _pinned(self, adapter: Any) -> int:
         """Pin an adapter that vLLM has loaded, and return its slot."""

@@ -194,9 +194,11 @@ async def _open_slots(body: protocol.SlotsRequest, state: AppState, fence: Fence
 
 
 @router.post("/adapter/reserve")
-async def _reserve_slot(body: protocol.SlotRequest, state: AppState, fence: Fence) -> protocol.AdapterSlot:
+async def _reserve_slot(
+    body: protocol.SlotRequest, request: Request, state: AppState, fence: Fence
+) -> protocol.AdapterSlot:
     fence.refuse_without_lease(body.holder)
-    return protocol.AdapterSlot(slot=await state.bridge_adapters.reserve(body.name))
+    return protocol.AdapterSlot(slot=await state.bridge_adapters.reserve(body.name, request.is_disconnected))
 
 
 @router.post("/adapter/serve")

@@ -3,6 +3,7 @@
 Not covered: which slot the server chooses (`tests/unit/patches/test_adapter_slots.py`), vLLM (`tests/cpu`).
 """
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,12 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import bridge
-from bridge.errors import BridgeError, UsageError
+from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
 from bridge.modes.lora import AdapterSnapshot, LoraOnRequest
 from bridge.modes.open_slots import OpenSlots
 from bridge.server.client import BridgeClient
+from bridge.weights.adapter import AdapterCopy
 from tests.scenarios import LiveServer
 from tests.unit import patched_server
+from tests.unit.engine.test_policy_calls import in_fork
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("several adapters")]
 
@@ -151,6 +154,96 @@ def test_a_failed_write_gives_the_slot_back(
     policy.serve_snapshot("mine", snapshot)
     assert served(server) == ["mine"]
     assert_held(policy, expected)
+
+
+def test_an_interrupted_reservation_gives_the_slot_back(
+    policy: bridge.Policy, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = BridgeClient.reserve_slot
+
+    def interrupted(client: BridgeClient, name: str) -> int:
+        reserve(client, name)
+        raise KeyboardInterrupt
+
+    snapshot = policy.snapshot("mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(BridgeClient, "reserve_slot", interrupted)
+        for number in range(3):  # more often than there are slots
+            with pytest.raises(KeyboardInterrupt):
+                policy.serve_snapshot(f"interrupted-{number}", snapshot)
+    policy.serve_snapshot("mine", snapshot)
+    assert served(server) == ["mine"]
+
+
+def test_a_served_name_is_not_written_again(policy: bridge.Policy, server: LiveServer) -> None:
+    expected = trained(policy, noise=1)
+    policy.serve_snapshot("mine", policy.snapshot("first"))
+    trained(policy, noise=2)
+    with pytest.raises(AttachError, match="another adapter is served as mine"):
+        policy.serve_snapshot("mine", policy.snapshot("second"))
+    assert_held(policy, expected)
+    assert served(server) == ["mine"]
+
+
+def test_a_name_whose_serving_failed_is_not_used_again(
+    policy: bridge.Policy, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have served it, and cached keys and values under it."""
+    names = list[str]()
+    serve = BridgeClient.serve_slot
+
+    def lost(client: BridgeClient, name: str) -> None:
+        names.append(name)
+        serve(client, name)
+        if len(names) == 1:
+            raise ServerUnreachableError("the answer was lost", hint="")
+
+    monkeypatch.setattr(BridgeClient, "serve_slot", lost)
+    with pytest.raises(ServerUnreachableError, match="the answer was lost"):
+        policy.sample(["1+1="], n=1, max_tokens=2)
+    policy.sample(["1+1="], n=1, max_tokens=2)
+    assert names == ["bridge-adapter-1", "bridge-adapter-2"]
+    assert served(server) == names[1:]
+
+
+def test_a_forked_process_leaves_the_slots_alone(
+    policy: bridge.Policy, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = AdapterCopy.save
+
+    def later(copied: AdapterCopy, folder: Path) -> None:
+        assert may_write.wait(60)
+        write(copied, folder)
+
+    monkeypatch.setattr(AdapterCopy, "save", later)
+    policy.serve_snapshot("mine", policy.snapshot("mine"))
+    assert in_fork(policy.close) == 0, "a fork has no thread that writes"
+    may_write.set()
+    assert served(server) == ["mine"]
+
+
+def test_a_closed_policy_writes_no_slot(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = BridgeClient.reserve_slot
+
+    def close_meanwhile(client: BridgeClient, name: str) -> int:
+        number = reserve(client, name)
+        policy.close()
+        return number
+
+    trained(policy, noise=1)
+    copied, open_slots = policy.snapshot("mine").read(), slots(policy)
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in open_slots.holds(0).items()}
+    monkeypatch.setattr(BridgeClient, "reserve_slot", close_meanwhile)
+    with pytest.raises(BridgeError, match="the policy was closed"):
+        open_slots.serve("mine", copied)
+    assert all(
+        torch.equal(new, old)
+        for name, pair in open_slots.holds(0).items()
+        for new, old in zip(pair, before[name], strict=True)
+    )
+    with pytest.raises(ServerUnreachableError, match="another thread has closed the connection"):
+        open_slots.serve("mine", copied)
 
 
 def test_slots_are_given_back_at_the_end(server: LiveServer, policy: bridge.Policy) -> None:

@@ -166,7 +166,7 @@ async def test_released_adapter_frees_its_slot(
     await served.release()
     await served.release()
     await engine.add_lora(adapter("other", 7))
-    assert engine.order == ["remove 1", "load other"]
+    assert engine.order == ["remove 1", "drop caches", "load other"], "other may have a name that was served before"
     assert models.lora_requests == {}
 
 
@@ -383,6 +383,28 @@ def test_request_that_the_engine_is_receiving_keeps_its_slot(folder: str) -> Non
     asyncio.run(scenario())
 
 
+def test_client_that_has_left_reserves_no_slot(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 1)
+        left = asyncio.Event()
+
+        async def has_left() -> bool:
+            return left.is_set()
+
+        await server.open()
+        await server.serve("a")
+        await server.begin("a")
+        waiting = asyncio.ensure_future(server.adapters.reserve("b", has_left))
+        assert await waits(waiting)
+        left.set()
+        with pytest.raises(AttachError, match="the client that waited for a LoRA slot for b has left"):
+            await waiting
+        server.end("a")
+        assert await server.serve("c") == 0
+
+    asyncio.run(scenario())
+
+
 def test_request_of_replaced_contents_is_refused(folder: str) -> None:
     async def scenario() -> None:
         server = Open(folder, 1)
@@ -406,8 +428,9 @@ def test_repeated_calls_for_a_slot_have_no_effect(folder: str) -> None:
         assert await server.adapters.reserve("a") == await server.adapters.reserve("a")
         for _ in range(2):
             server.adapters.serve_reserved("a")
-        assert await server.adapters.reserve("a") == 0
         assert [*server.models.lora_requests] == ["a"]
+        with pytest.raises(AttachError, match="another adapter is served as a"):
+            await server.adapters.reserve("a")
 
     asyncio.run(scenario())
 
