@@ -50,7 +50,7 @@ OWN = ("host", "port", "model", "vllm_config_path", "max_lora_rank")
 """Choices that mean the API's address, which server, or the adapters: vLLM's own are derived."""
 MOST_ADAPTERS = 4
 CACHED = 4
-"""Adapters that vLLM keeps in host memory for each that is trained: its snapshots."""
+"""Adapters that vLLM keeps in host memory for each that is trained, where it loads snapshots from folders."""
 
 
 @from_config(ServeConfig, hide=("lora_experts",))
