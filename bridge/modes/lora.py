@@ -36,6 +36,7 @@ from bridge.server.protocol import ADAPTER
 from bridge.weights import loaded, model_files, skeleton
 from bridge.weights.adapter import Adapter, AdapterCopy, Matrices
 from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, open_handles, reattach
+from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -349,12 +350,42 @@ class AdapterSnapshot:
         self.folder = folder
         """Its folder, once it has been written; the UsageError that says why not."""
         self._copied = copied
+        self._written: tuple[int, int] | None = None
+        """The file of the weights that the snapshot is of, if others may write it again."""
         folder.add_done_callback(self._forget_copy)
 
+    @classmethod
+    def of_saved(cls, folder: Path) -> "AdapterSnapshot":
+        """Return the adapter that is saved in `folder` now. OSError: there is none."""
+        saved = Future[Path]()
+        saved.set_result(folder)
+        made = cls(saved)
+        made._written = _file_of(folder)
+        return made
+
     def read(self) -> AdapterCopy:
-        """Return the adapter. UsageError: its folder has no readable one."""
+        """Return the adapter. UsageError: its folder has no readable one, or another one by now."""
         copied = self._copied
-        return AdapterCopy.read(self.folder.result()) if copied is None else copied
+        if copied is not None:
+            return copied
+        read = AdapterCopy.read(self.folder.result())
+        self.refuse_rewritten()
+        return read
+
+    def refuse_rewritten(self) -> None:
+        """Raise UsageError if the folder was deleted or written again."""
+        if self._written is None:
+            return
+        folder = self.folder.result()
+        try:
+            is_same = _file_of(folder) == self._written
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise UsageError(
+                f"the adapter in {folder} was deleted or written again, and the earlier one was to be sampled",
+                hint="create another sampling client for the path",
+            )
 
     def _forget_copy(self, folder: Future[Path]) -> None:
         error = folder.exception()
@@ -432,10 +463,15 @@ class LoraOnRequest(LoraDisk):
 
     def serve_snapshot(self, name: str, snapshot: AdapterSnapshot) -> None:
         """Let the server serve a snapshot as `name`, which is new each time. Any thread may call this."""
-        if self._slots is None:
-            self._client.load_adapter(name, snapshot.folder.result())
-        else:
+        if self._slots is not None:
             self._slots.serve(name, snapshot.read())
+            return
+        self._client.load_adapter(name, snapshot.folder.result())
+        try:
+            snapshot.refuse_rewritten()  # the server may have read the later one
+        except UsageError:
+            self._client.unload_adapter(name)
+            raise
 
     def unload(self, name: str) -> None:
         """Stop serving a snapshot, unless it made room for another one already. Any thread may call this."""
@@ -520,6 +556,12 @@ class LoraOnRequest(LoraDisk):
         self._served.remove(name)
         self.unload(name)
         self._run.discard(name)
+
+
+def _file_of(folder: Path) -> tuple[int, int]:
+    """Return what identifies the file with an adapter's weights."""
+    status = (folder / ADAPTER_WEIGHTS).stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def _fits(slot: LoraSlot, ours: Matrices) -> bool:

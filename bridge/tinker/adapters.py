@@ -13,10 +13,8 @@ import uuid
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bridge.core.http_limits import Refusal
@@ -158,9 +156,7 @@ class Adapters(Trainer):
         # the same path may be deleted and written again
         name = f"{PREFIX}{saved.run}/{saved.kind}/{saved.name}@{weights.stat().st_mtime_ns}"
         if name not in self._snapshots:
-            written = Future[Path]()
-            written.set_result(folder)
-            self._snapshots[name] = Snapshot(AdapterSnapshot(written), saved.run, is_named=True)
+            self._snapshots[name] = Snapshot(AdapterSnapshot.of_saved(folder), saved.run, is_named=True)
         return SamplingClient(path=path, snapshot=name)
 
     @asynccontextmanager
@@ -185,20 +181,25 @@ class Adapters(Trainer):
         snapshot.num_sampling += 1
         try:
             await asyncio.shield(self._drop_old())  # canceled midway, it would leave folders behind
-            yield await self._served(name, snapshot)
+            # canceled midway, it would let a second thread wait for a slot, and fill one that nobody knows
+            yield await asyncio.shield(self._served(name, snapshot))
         finally:
             snapshot.num_sampling -= 1
 
     async def _served(self, name: str, snapshot: Snapshot) -> str:
         """Return the name under which vLLM serves a snapshot, after it has got a slot."""
-        async with self._loading[name]:
-            if snapshot.served_as is None:
-                snapshot.num_loads += 1
-                served_as = name if snapshot.num_loads == 1 else f"{name}~{snapshot.num_loads}"
-                async with self._filling:
-                    await asyncio.to_thread(self.policy.serve_snapshot, served_as, snapshot.adapter)
-                snapshot.served_as = served_as
-            return snapshot.served_as
+        snapshot.num_sampling += 1  # a canceled request does not drop it before it is served
+        try:
+            async with self._loading[name]:
+                if snapshot.served_as is None:
+                    snapshot.num_loads += 1
+                    served_as = name if snapshot.num_loads == 1 else f"{name}~{snapshot.num_loads}"
+                    async with self._filling:
+                        await asyncio.to_thread(self.policy.serve_snapshot, served_as, snapshot.adapter)
+                    snapshot.served_as = served_as
+                return snapshot.served_as
+        finally:
+            snapshot.num_sampling -= 1
 
     async def is_served(self, name: str) -> bool:
         served = await asyncio.to_thread(self._client.models)

@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 
 import bridge
 from bridge.core.http_limits import Refusal
+from bridge.modes.lora import AdapterSnapshot
 from bridge.tinker import adapters as module
 from bridge.tinker import service as service_module
 from bridge.tinker.adapters import Adapters
-from bridge.tinker.paths import Checkpoints
+from bridge.tinker.paths import Checkpoints, SavedPath
 from bridge.tinker.service import Service
 from bridge.tinker.training import SamplingClient
 from bridge.tinker.wire import Datum, PassRequest
@@ -271,6 +272,56 @@ def test_a_canceled_request_keeps_no_snapshot(service: Service, monkeypatch: pyt
     run(scenario())
 
 
+def test_canceled_requests_leave_one_thread_and_its_slot(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        samplers = [await client(service, model, 1), await client(service, model, 2)]
+        may_serve, serve, waiting, most, names = threading.Event(), service.policy.serve_snapshot, 0, 0, list[str]()
+
+        def slowly(name: str, snapshot: AdapterSnapshot) -> None:
+            nonlocal waiting, most
+            names.append(name)
+            waiting += 1
+            most = max(most, waiting)
+            assert may_serve.wait(60)
+            serve(name, snapshot)
+            waiting -= 1
+
+        monkeypatch.setattr(service.policy, "serve_snapshot", slowly)
+        for number in range(3):
+            for sampler in samplers:
+                promise = service.sample(sampling(sampler, number))
+                await asyncio.sleep(0.05)
+                service.cancel(promise["request_id"])
+                assert "cancelled" in (await done(service, promise))["error"]
+        later = [sample(service, sampler, 5) for sampler in samplers]
+        may_serve.set()
+        assert all("tokens" in answer for answer in await asyncio.gather(*later))
+        assert most == 1
+        assert len(names) == len({*names}) == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_a_checkpoint_that_was_written_again_is_refused(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_slots: bool
+) -> None:
+    async def scenario(service: Service) -> None:
+        model = await new_model(service)
+        earlier = await client(service, model, 1, path="named")
+        path = f"tinker://{model}/sampler_weights/named"
+        await step(service, model, 2)
+        service.trainer.checkpoints.delete(SavedPath.parse(path))
+        await done(service, service.save_for_sampler({"model_id": model, "seq_id": 4, "path": "named"}))
+        assert "was deleted or written again" in (await sample(service, earlier))["error"]
+        body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 9, "model_path": path}
+        assert "tokens" in await sample(service, service.create_sampling_session(body))
+
+    with made(request.getfixturevalue("server" if has_slots else "without_slots"), tmp_path, monkeypatch) as service:
+        run(scenario(service))
+
+
 def test_old_snapshots_are_dropped_and_named_ones_stay(
     service: Service, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,15 +351,15 @@ def test_an_ended_client_leaves_only_what_it_named(service: Service, server: Liv
         one, two = await new_model(service), await new_model(service)
         assert "2 adapters are trained already" in await refused(service, one, two)
         named = await client(service, one, 1, path="named")
-        unnamed = [await client(service, one, number) for number in (2, 3, 4)]
+        unnamed = [await client(service, one, number) for number in (2, 3)]  # and a slot for the other client
         for sampler in (named, *unnamed):
             await sample(service, sampler)
-        await step(service, one, 5)
+        await step(service, one, 4)
         session = one.partition(":")[0]
         service.end_session(session, "its client has ended")
         third = await new_model(service)
         with pytest.raises(Refusal, match=r"its weights are at tinker://\S+/weights/freed-1"):
-            service.passes(request(one, 7))
+            service.passes(request(one, 6))
         other = await client(service, two, 1)
         at_once = await asyncio.gather(*(sample(service, other, number) for number in range(4)))
         assert all("tokens" in answer for answer in at_once), at_once
