@@ -4,9 +4,11 @@ The first problems are checked before anything starts. The others are checked as
 may yield problems without end.
 """
 
+import functools
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import islice
 from types import UnionType
@@ -94,7 +96,7 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
     if not tools:
         _refuse(name, "has a method reset, but no tools", "add a public method, which the model can call")
     with foreign_code(f"environment {name}: describing its tools {', '.join(tools)}", source_file(type(environment))):
-        schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
+        schemas = [get_json_schema(_without_types(getattr(environment, tool))) for tool in tools]
         hints = {tool: get_type_hints(getattr(environment, tool)) for tool in tools}
         for schema, of_tool in zip(schemas, hints.values(), strict=True):
             properties = schema["function"]["parameters"]["properties"]
@@ -115,6 +117,19 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
             if argument != "return" and (unknown := next(_classes(hint), None)):
                 _refuse_class(name, tool, argument, unknown)
     return schemas
+
+
+def _without_types(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method whose docstring names its arguments as transformers reads them: `a: ...`, not `a (int): ...`."""
+    before, heading, described = (inspect.getdoc(method) or "").partition("\nArgs:\n")
+    names = "|".join(inspect.signature(method).parameters)
+
+    @functools.wraps(method)
+    def same(*_: Any) -> None:
+        """Only describe the method."""
+
+    same.__doc__ = before + heading + re.sub(rf"(?m)^(\s*(?:{names}))\s*(?:\(.*?\))?\s*:", r"\1:", described)
+    return same
 
 
 def _schema(hint: Any, within: tuple[Any, ...] = ()) -> dict[str, Any]:

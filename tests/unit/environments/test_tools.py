@@ -79,6 +79,36 @@ def test_held_out_rows_require_training_rows() -> None:
         registry.load(TaskConfig(environment=f"{FILE}:Bench", eval_data="rows.jsonl", answer_column="right"))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("a (int):", "b (str, optional):"), ("a (int) :", "b :"), ("a:", "b (dict[str, int] or (int, str)):")],
+)
+def test_docstring_may_repeat_the_types(load: Load, first: str, second: str) -> None:
+    method = f'''
+    def find(self, a: int, b: str = "x") -> str:
+        """Find (a): it.
+
+        Args:
+            {first} Such as (x): 3
+                and more.
+            {second} Text.
+
+        Returns:
+            str: All.
+        """
+'''
+    (tool,) = load(RESETS + ITERATES + SCORES + method).schemas
+    assert tool["function"]["description"] == "Find (a): it."
+    assert tool["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "Such as (x): 3 and more."},
+            "b": {"type": "string", "description": "Text."},
+        },
+        "required": ["a"],
+    }
+
+
 MISUSES = {
     "no tools": (RESETS + ITERATES + SCORES, "has a method reset, but no tools"),
     "no hints": (RESETS + ITERATES + SCORES + ADDS.replace("a: int", "a"), "describing its tools add raised TypeHint"),
