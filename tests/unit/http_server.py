@@ -1,5 +1,6 @@
 """A real HTTP server in a thread, with answers provided by the test."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -114,3 +115,23 @@ def locked(answers: Answers, key: str) -> Answers:
         return as_json({"error": "Unauthorized"}, 401)
 
     return locks
+
+
+def status_after_disconnecting(app: Callable[..., Any], path: str, body: Any, **headers: str) -> int:
+    """Post `body` to an ASGI app, disconnect while it works, and return the status of its answer."""
+    sent: list[Any] = []
+    unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    given = {"content-type": "application/json", **headers}
+    scope = {
+        "type": "http", "method": "POST", "path": path, "query_string": b"", "http_version": "1.1", "scheme": "http",
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    return int(sent[0]["status"])

@@ -1,7 +1,6 @@
 """The rollout route in front of a fake engine: the requests to the engine, and the responses to a sampler."""
 
 import asyncio
-import json
 import math
 import random
 import sys
@@ -28,6 +27,7 @@ from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
+from tests.unit.http_server import status_after_disconnecting
 
 BODY = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}
 LONGEST = 8
@@ -388,20 +388,8 @@ def test_completion_without_tokens_is_empty(http: TestClient, engine: FakeEngine
 
 def test_disconnecting_client_aborts_its_request(app: FastAPI, engine: FakeEngine) -> None:
     engine.waits = True
-    sent: list[Any] = []
-    unread = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
-
-    async def receive() -> Any:
-        return unread.pop() if unread else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "query_string": b""}
-    asyncio.run(app({**scope, "http_version": "1.1", "scheme": "http"}, receive, send))
+    assert status_after_disconnecting(app, COMPLETIONS, BODY) == CLIENT_GONE
     assert engine.aborted
-    assert sent[0]["status"] == CLIENT_GONE
 
 
 def test_prompt_reexpanded_by_the_engine_is_refused(http: TestClient, engine: FakeEngine) -> None:

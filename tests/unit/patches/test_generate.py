@@ -19,6 +19,7 @@ from bridge_patches.adapter_slots import Adapters
 from bridge_patches.engine_outputs import FILTERED
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
+from tests.unit.http_server import status_after_disconnecting
 
 BODY = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
 KEY = "Bearer the key"
@@ -257,20 +258,8 @@ def test_response_reports_the_versions_that_sampled_it(vllm: FakeVllm) -> None:
 
 def test_disconnecting_client_aborts_its_request(vllm: FakeVllm) -> None:
     vllm.waits = True
-    sent: list[Any] = []
-    unread = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
-
-    async def receive() -> Any:
-        return unread.pop() if unread else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"authorization", KEY.encode()), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
-    asyncio.run(vllm.app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send))
+    assert status_after_disconnecting(vllm.app, "/generate", BODY, authorization=KEY) == generate.CLIENT_GONE
     assert vllm.aborted
-    assert sent[0]["status"] == generate.CLIENT_GONE
 
 
 def test_root_path_is_kept_for_the_inner_request(vllm: FakeVllm) -> None:
