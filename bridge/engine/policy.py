@@ -547,7 +547,7 @@ class Policy:
         first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(int(seed) + 1, 0)
         self._num_calls += seed is None
         own = range(self.ranks.dp_rank, len(whole), self.ranks.dp_size) if self.ranks.is_tp_rank_zero else range(0)
-        return _Request(whole, encoded, sampling, first_seed, self.endpoint, own, prompt_logprobs)
+        return _Request(whole, encoded, sampling, first_seed, self.endpoint, own, prompt_logprobs, self.mode)
 
     def _problem(self, prompt: Prompt) -> Problem:
         problem: Any = prompt if isinstance(prompt, dict) else {"prompt": prompt}
@@ -1391,10 +1391,12 @@ class _Request:
     """Indices of this rank's prompts in the call."""
     prompt_logprobs: bool
     """Whether the log-probabilities of the prompts are requested, too."""
+    mode: Mode
 
     async def sampled(self, sampler: Sampler) -> list[tuple[Completion, ...]]:
         servers = sampler.servers_at([self.endpoint])
-        return await gather_or_cancel(self._one(sampler, servers, index) for index in self.own)
+        with self.mode.sampling(self.endpoint.model):
+            return await gather_or_cancel(self._one(sampler, servers, index) for index in self.own)
 
     def _one(
         self, sampler: Sampler, servers: Sequence[Server], index: int

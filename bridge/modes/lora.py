@@ -10,7 +10,8 @@ Not covered: how the server pins the slot (`patches/bridge_patches/placement.py`
 import logging
 import os
 import shutil
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,7 @@ from torch import nn
 
 from bridge.config import TrainConfig
 from bridge.core.concurrency import in_thread
+from bridge.core.interrupt import wait_until
 from bridge.errors import AttachError, ManifestError, UsageError
 from bridge.modes.mode import Mode, RunContext
 from bridge.modes.open_slots import OpenSlots
@@ -410,6 +412,9 @@ class LoraOnRequest(LoraDisk):
         self._saving = deque[Future[Path]]()
         self._slots: OpenSlots | None = None
         self._pid = os.getpid()
+        self._sampled = Counter[str | None]()
+        """Name of an adapter -> number of calls that are sending requests to it."""
+        self._has_ended = threading.Condition()
         super().__init__(config, run)
 
     @property
@@ -433,6 +438,18 @@ class LoraOnRequest(LoraDisk):
         self.is_changed = False
         if before is not None:
             self._forget(before)
+
+    @contextmanager
+    def sampling(self, model: str | None) -> Iterator[None]:
+        with self._has_ended:
+            self._sampled[model] += 1
+        try:
+            yield
+        finally:
+            with self._has_ended:
+                self._sampled[model] -= 1
+                self._sampled += Counter()  # drops those without calls
+                self._has_ended.notify_all()
 
     def publish(self, update: Update) -> AbstractContextManager[Window]:
         """Let the block write; nothing is sent to the server."""
@@ -548,13 +565,18 @@ class LoraOnRequest(LoraDisk):
             return
         name = f"{ADAPTER}-{version}"
         self.version = version  # if this fails, too: the server may have served the name
-        self._slots.serve(name, self._adapter.copied())
+        num_slots = len(self._slots.numbers)
+        with self._has_ended:
+            wait_until(lambda limit_s: self._has_ended.wait_for(lambda: len(self._sampled) < num_slots, limit_s))
+            keep = tuple(str(model) for model in self._sampled)
+        self._slots.serve(name, self._adapter.copied(), keep=keep)
         self._served.append(name)
 
     def _forget(self, version: int) -> None:
         name = f"{ADAPTER}-{version}"
         self._served.remove(name)
-        self.unload(name)
+        if self._slots is None or name not in self._sampled:  # otherwise its slot is used again after its requests
+            self.unload(name)
         self._run.discard(name)
 
 

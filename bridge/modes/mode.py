@@ -4,7 +4,7 @@ import logging
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
@@ -172,6 +172,10 @@ class Mode(ABC):
 
     def catch_up(self) -> None:  # noqa: B027 - most modes have nothing to do
         """Publish updates that were written but not published yet; a no-op where every update is published."""
+
+    def sampling(self, model: str | None) -> AbstractContextManager[object]:  # noqa: ARG002 - most servers keep a model
+        """Return a block that sends requests to a model, which is served until its end."""
+        return nullcontext()
 
     @abstractmethod
     def save(self, folder: Path) -> None:

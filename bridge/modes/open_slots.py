@@ -58,10 +58,11 @@ class OpenSlots:
         a, _ = next(iter(self._all.values()))
         return int(a.shape[2])
 
-    def serve(self, name: str, adapter: AdapterCopy) -> None:
+    def serve(self, name: str, adapter: AdapterCopy, *, keep: tuple[str, ...] = ()) -> None:
         """Write an adapter into a slot that no request uses, and let the server serve it as `name`, which is new.
 
-        If requests use all slots, this waits until one is free. What the slot held is not served any more.
+        If requests use all slots, this waits until one is free. What the slot held is not served any more; the slots of
+        the adapters in `keep` are not used.
 
         Raises:
             UsageError: the adapter does not fit into the slots.
@@ -70,7 +71,7 @@ class OpenSlots:
         """
         self._refuse_unfit(adapter)
         try:
-            number = self._client.reserve_slot(name)
+            number = self._client.reserve_slot(name, keep)
         except AttachError:  # no slot was reserved
             raise
         except BaseException:

@@ -303,9 +303,12 @@ class BridgeClient(VllmClient):
         body = protocol.SlotsRequest(holder=self._holder, path=str(folder.absolute()))
         return self._answer("POST", "/bridge/adapter/slots", protocol.AdapterSlots, body).slots
 
-    def reserve_slot(self, name: str) -> int:
-        """Return an open slot that no request uses, to be written; waits for one. Its old contents are not served."""
-        body = protocol.SlotRequest(holder=self._holder, name=name)
+    def reserve_slot(self, name: str, keep: tuple[str, ...] = ()) -> int:
+        """Return an open slot that no request uses, to be written; waits for one. Its old contents are not served.
+
+        The slots of the adapters in `keep` are not reserved.
+        """
+        body = protocol.SlotRequest(holder=self._holder, name=name, keep=keep)
         return self._answer("POST", "/bridge/adapter/reserve", protocol.AdapterSlot, body).slot
 
     def serve_slot(self, name: str) -> None:

@@ -289,6 +289,8 @@ class SlotRequest(HolderRequest):
 
     name: str = Field(min_length=1)
     """Model name for requests to the slot's new contents; each has a name of its own."""
+    keep: tuple[str, ...] = ()
+    """Names whose slots are not reserved: the trainer will send more requests to them."""
 
 
 class CompletionsRequest(Record):

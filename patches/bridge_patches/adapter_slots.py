@@ -141,12 +141,15 @@ class Adapters:
                 self._empty(slot)
             return [slot.number for slot in opened]
 
-    async def reserve(self, name: str, has_left: Callable[[], Awaitable[bool]] | None = None) -> int:
+    async def reserve(
+        self, name: str, has_left: Callable[[], Awaitable[bool]] | None = None, *, keep: Collection[str] = ()
+    ) -> int:
         """Give an open slot to a new adapter called `name`, and return the slot; a repeated call returns the same one.
 
         Its previous contents are not served any more. Of the slots without requests in flight, it is the one that was
         reserved longest ago. If all have some, no new ones are accepted for the contents of the first that was
-        reserved, and the call waits until any slot has none, or the client disconnects (`has_left`).
+        reserved, and the call waits until any slot has none, or the client disconnects (`has_left`). The slots of the
+        names in `keep` are not considered.
         """
         async with self._reserving:
             found = next((slot for slot in self._slots if slot.name == name), None)
@@ -156,7 +159,9 @@ class Adapters:
             while True:
                 if has_left is not None and await has_left():
                     raise AttachError(f"the client that waited for a LoRA slot for {name} has left", hint="retry")
-                available = [slot for slot in self._slots if slot.name is None or slot.is_served]
+                available = [
+                    slot for slot in self._slots if slot.name is None or (slot.is_served and slot.name not in keep)
+                ]
                 if not available:
                     raise AttachError(
                         f"the server has {len(self._slots)} open LoRA slots, and all of them are being written",

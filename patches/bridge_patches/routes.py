@@ -198,7 +198,8 @@ async def _reserve_slot(
     body: protocol.SlotRequest, request: Request, state: AppState, fence: Fence
 ) -> protocol.AdapterSlot:
     fence.refuse_without_lease(body.holder)
-    return protocol.AdapterSlot(slot=await state.bridge_adapters.reserve(body.name, request.is_disconnected))
+    slot = await state.bridge_adapters.reserve(body.name, request.is_disconnected, keep=body.keep)
+    return protocol.AdapterSlot(slot=slot)
 
 
 @router.post("/adapter/serve")

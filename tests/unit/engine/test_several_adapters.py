@@ -3,6 +3,7 @@
 Not covered: what vLLM computes with them (`tests/cpu/test_tinker.py`).
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ SAMPLES = [
     for value in (1.0, -0.5)
 ]
 NUM_SLOTS = 2
+PROMPTS = [f"{number}+1=" for number in range(400)]
 LORA = bridge.LoraConfig(r=8, alpha=16)
 
 
@@ -157,6 +159,27 @@ def test_adapters_beyond_the_slots_are_each_sampled(policy: bridge.Policy, serve
     assert digests[: len(held)] == digests[len(held) :]
     assert len({*digests}) == len(held)
     assert len({one["model"] for one in seen}) == len(seen), "cached keys and values are looked up by the name"
+
+
+def test_requests_in_flight_keep_their_adapter(policy: bridge.Policy, server: LiveServer) -> None:
+    """More adapters than slots are sampled at once, by calls that send their requests one after the other."""
+    held = [policy.new_adapter(r=2, seed=seed) for seed in range(NUM_SLOTS + 1)]
+    before = len(httpx.get(f"{server.manifest.url}/sampled", trust_env=False).json())
+
+    async def scenario() -> None:
+        calls = list[asyncio.Task[Any]]()
+        for one in held * 2:
+            await asyncio.to_thread(policy.use, one)
+            calls.append(asyncio.ensure_future(policy.sample_async(PROMPTS, n=1, max_tokens=2)))
+            await asyncio.sleep(0.2)
+        groups = await asyncio.gather(*calls)
+        assert all(len(one) == len(PROMPTS) for one in groups)
+
+    asyncio.run(scenario())
+    seen = httpx.get(f"{server.manifest.url}/sampled", trust_env=False).json()[before:]
+    assert all(one["is_same"] for one in seen)
+    assert len({(one["model"], one["held"]) for one in seen}) == len({one["model"] for one in seen})
+    assert len({one["held"] for one in seen}) == len(held)
 
 
 @pytest.mark.parametrize("has_slots", [True, False])

@@ -161,8 +161,8 @@ def test_an_interrupted_reservation_gives_the_slot_back(
 ) -> None:
     reserve = BridgeClient.reserve_slot
 
-    def interrupted(client: BridgeClient, name: str) -> int:
-        reserve(client, name)
+    def interrupted(client: BridgeClient, name: str, keep: tuple[str, ...]) -> int:
+        reserve(client, name, keep)
         raise KeyboardInterrupt
 
     snapshot = policy.snapshot("mine")
@@ -226,8 +226,8 @@ def test_a_forked_process_leaves_the_slots_alone(
 def test_a_closed_policy_writes_no_slot(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     reserve = BridgeClient.reserve_slot
 
-    def close_meanwhile(client: BridgeClient, name: str) -> int:
-        number = reserve(client, name)
+    def close_meanwhile(client: BridgeClient, name: str, keep: tuple[str, ...]) -> int:
+        number = reserve(client, name, keep)
         policy.close()
         return number
 

@@ -405,6 +405,22 @@ def test_client_that_has_left_reserves_no_slot(folder: str) -> None:
     asyncio.run(scenario())
 
 
+def test_slot_that_the_trainer_keeps_is_not_reserved(folder: str) -> None:
+    async def scenario() -> None:
+        server = Open(folder, 2)
+        await server.open()
+        first, second = await server.serve("a"), await server.serve("b")
+        await server.begin("b")
+        waiting = asyncio.ensure_future(server.adapters.reserve("c", keep=("a",)))
+        assert await waits(waiting)
+        assert [*server.models.lora_requests] == ["a"], "b accepts no new requests"
+        server.end("b")
+        assert await waiting == second
+        assert await server.adapters.reserve("d") == first
+
+    asyncio.run(scenario())
+
+
 def test_request_of_replaced_contents_is_refused(folder: str) -> None:
     async def scenario() -> None:
         server = Open(folder, 1)
