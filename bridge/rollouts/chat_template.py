@@ -194,7 +194,9 @@ def as_known(messages: Sequence[Message]) -> list[Message]:
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
     known = [
-        {**message, "tool_calls": _without_json_text(message["tool_calls"])} if "tool_calls" in message else message
+        {**message, "tool_calls": _without_json_text(json_lines.without_nulls(message["tool_calls"]))}
+        if "tool_calls" in message
+        else message
         for message in known
     ]
     known = [

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import trl
+from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
@@ -256,6 +257,19 @@ def test_keys_with_null_values_are_dropped(tmp_path: Path, name: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, name)
     of_parquet = {**USER, "tool_calls": None, "name": None}
     assert encode(tokenizer, {"prompt": [of_parquet]}) == encode(tokenizer, {"prompt": [USER]})
+
+
+def test_calls_of_a_dataset_have_only_their_own_arguments(tmp_path: Path) -> None:
+    def asked(*arguments: Any) -> list[Any]:
+        calls = [{"function": {"name": "find", "arguments": given}} for given in arguments]
+        answers = [{"role": "tool", "content": "sunny"} for _ in arguments]
+        return [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
+
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    (row,) = Dataset.from_list([{"prompt": asked({"city": "Rome"}, {"a": 3})}])
+    assert row["prompt"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "a": None}
+    assert text_of(tokenizer, row) == text_of(tokenizer, {"prompt": asked({"city": "Rome"}, {"a": 3})})
+    assert '{"a": null}' in text_of(tokenizer, {"prompt": asked('{"a": null}')})  # written so by a model
 
 
 def test_final_assistant_message_is_continued(tmp_path: Path) -> None:
