@@ -279,7 +279,7 @@ def as_chat(problem: Problem, added: str = "") -> Problem:
     refuse_images(problem)
     prompt: Any = problem["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    last = {**messages[-1], "content": messages[-1]["content"] + added}
+    last = {**messages[-1], "content": (messages[-1].get("content") or "") + added}
     return cast("Problem", {**problem, "prompt": [*messages[:-1], last]})
 
 

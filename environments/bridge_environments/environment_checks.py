@@ -311,7 +311,7 @@ def _text_fault(prompt: Any) -> str:
 
 def _image_parts_fault(messages: list[Any], num_images: int) -> str:
     """Return what is wrong with the image parts in messages; empty if each image has one, or there are none at all."""
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     num_places = sum(part["type"] == "image" for part in parts)
     if num_places:
         return "" if num_places == num_images else f"its messages have {num_places} image parts for {num_images} images"
@@ -321,10 +321,15 @@ def _image_parts_fault(messages: list[Any], num_images: int) -> str:
 
 
 def _is_message(message: object, has_images: bool) -> bool:
-    """Return whether `message` is a chat message; with images, its content may be a list of parts."""
+    """Return whether `message` is a chat message; with images, its content may be a list of parts.
+
+    A turn with tool calls may have no content.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return True
     return isinstance(content, str) or (has_images and isinstance(content, list) and all(map(_is_part, content)))
 
 

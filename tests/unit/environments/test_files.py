@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from bridge.config import TaskConfig
 from bridge.core import hub
-from bridge.errors import UsageError
+from bridge.errors import RewardError, UsageError
 from bridge_environments import registry
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -56,6 +56,25 @@ def refusal(path: Path, **choices: Any) -> UsageError:
 
 def write_jsonl(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("turn", [{"content": None}, {"content": ""}, {}])
+@pytest.mark.parametrize("images", [{}, {"images": []}])
+def test_turn_with_calls_may_have_no_content(tmp_path: Path, turn: dict[str, Any], images: dict[str, Any]) -> None:
+    said = {"role": "assistant", **turn, "tool_calls": [CALL]}
+    prompt = [{"role": "user", "content": "hi"}, said, {"role": "tool", "content": "3"}]
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "x", **images}])
+    (row,) = rows_of(tmp_path / "rows.jsonl")
+    assert row["prompt"][1]["tool_calls"] == [CALL]
+    assert not row["prompt"][1].get("content")
+
+
+@pytest.mark.parametrize("turn", [{"role": "assistant", "tool_calls": []}, {"role": "user", "tool_calls": [CALL]}])
+def test_other_turn_has_content(tmp_path: Path, turn: dict[str, Any]) -> None:
+    prompt = [{"role": "user", "content": "hi"}, turn, {"role": "user", "content": "hi"}]
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "x"}])
+    with pytest.raises(RewardError, match="is not a problem: its prompt is"):
+        rows_of(tmp_path / "rows.jsonl")
 
 
 def write_list(path: Path, rows: list[Any]) -> None:
