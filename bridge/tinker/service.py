@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -334,7 +334,7 @@ class Service:
 
     def sample(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Start sampling, and return the promise of the future with the ids of the sequences."""
-        number = int(body.get("num_samples") or 1)
+        number = _num_samples(body)
         if not 1 <= number <= MOST_SAMPLES:
             raise Refusal(f"num_samples is {number}, expected 1 to {MOST_SAMPLES}")
         session = body.get("sampling_session_id")
@@ -435,7 +435,11 @@ class Service:
             if answer.is_client_error:
                 raise UsageError(words, hint="change the request")
             raise ServerUnreachableError(words, hint="its log says why")
-        return wire.sampled(answer.json(), prompt)
+        found = wire.sampled(answer.json(), prompt)
+        sequences = [*found.sequences]
+        if len(sequences) == 1:  # greedy
+            sequences *= _num_samples(body)
+        return replace(found, sequences=sequences)
 
     def stop(self) -> None:
         """Answer all open polls now, since they would delay the end of the server."""
@@ -531,12 +535,17 @@ def _prompt(body: Mapping[str, Any]) -> list[int]:
     return ids
 
 
+def _num_samples(body: Mapping[str, Any]) -> int:
+    return int(body.get("num_samples") or 1)
+
+
 def _sampling_request(
     body: Mapping[str, Any], prompt: list[int], model: str, longest: int | None
 ) -> tuple[str, dict[str, Any]]:
     """Return the server's route for a request to sample, and the body of the request to it.
 
     The route of rollouts is the fast one; `/generate` also filters, takes any seed, and reports the likeliest tokens.
+    At temperature 0 all sequences are the same, and vLLM accepts requests for one only.
     """
     chosen = body.get("sampling_params") or {}
     unknown = sorted(name for name, given in chosen.items() if given is not None and name not in SAMPLING_PARAMS)
@@ -556,14 +565,15 @@ def _sampling_request(
     def value(name: str, default: float) -> Any:
         return default if chosen.get(name) is None else chosen[name]
 
+    temperature = value("temperature", 1.0)
     seed, stop = chosen.get("seed"), chosen.get("stop")
     num_likeliest = body.get("topk_sample_logprobs") or 0
     num_likeliest_of_prompt = body.get("topk_prompt_logprobs") or 0
     scores_prompt = bool(body.get("prompt_logprobs") or num_likeliest_of_prompt)
     top_k, top_p = max(value("top_k", -1), 0), value("top_p", 1.0)
     request: dict[str, Any] = {
-        "model": model, "n": body.get("num_samples") or 1, "max_tokens": limit,
-        "temperature": value("temperature", 1.0),
+        "model": model, "n": 1 if temperature == 0 else _num_samples(body), "max_tokens": limit,
+        "temperature": temperature,
     }  # fmt: skip
     if seed is not None:
         request["seed"] = seed

@@ -268,7 +268,7 @@ SLOW = {
     [
         ({}, {}, COMPLETIONS, FAST),
         ({"top_k": -1, "top_p": 1, "stop": None}, {"num_samples": 4}, COMPLETIONS, {**FAST, "n": 4}),
-        ({"temperature": 0, "seed": 7}, {}, COMPLETIONS, {**FAST, "temperature": 0, "seed": 7}),
+        ({"temperature": 0, "seed": 7}, {"num_samples": 3}, COMPLETIONS, {**FAST, "temperature": 0, "seed": 7}),
         ({"stop": [1, 2]}, {}, COMPLETIONS, {**FAST, "stop_token_ids": [1, 2]}),
         ({}, {"prompt_logprobs": True}, COMPLETIONS, {**FAST, "prompt_logprobs": True}),
         ({"stop": "ab"}, {}, COMPLETIONS, {**FAST, "stop": ["ab"]}),
@@ -294,6 +294,24 @@ def test_sampling_takes_the_fast_route_where_it_answers_all(
     assert found == (route, expected)
     if route == COMPLETIONS:
         CompletionsRequest.model_validate(expected)
+
+
+def test_greedy_samples_are_all_the_same(service: Service) -> None:
+    async def scenario() -> None:
+        model = await new_model(service)
+        made = await done(service, service.save_for_sampler({"model_id": model, "seq_id": 1}))
+        body = sampling(made["sampling_session_id"])
+        tokens = []
+        for temperature in (0.0, 1.0):
+            params = {"max_tokens": 3, "temperature": temperature}
+            body |= {"num_samples": 3, "sampling_params": params, "seq_id": body["seq_id"] + 1}
+            tokens.append((await done(service, service.sample(body)))["tokens"])
+        greedy, drawn = tokens
+        assert greedy == [greedy[0]] * 3
+        assert len(drawn) == 3
+        assert drawn != [drawn[0]] * 3
+
+    run(scenario())
 
 
 def test_unsaved_model_of_an_ended_session_is_logged(
