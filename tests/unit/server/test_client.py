@@ -261,7 +261,7 @@ def test_closed_connection_is_released() -> None:
         client = BridgeClient(manifest(url=server.url), timeout_s=20)
         client.status()
         client.close()
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(ServerUnreachableError, match="another thread has closed the connection"):
             client.status()
 
 
