@@ -74,7 +74,7 @@ class OpenSlots:
             number = self._client.reserve_slot(name, keep)
         except AttachError:  # no slot was reserved
             raise
-        except BaseException:
+        except BaseException:  # the answer was lost, or the wait was interrupted: one may be reserved
             self._give_back(name)
             raise
         try:
@@ -103,7 +103,8 @@ class OpenSlots:
             self._client.unload_adapter(name)
 
     def _write(self, number: int, adapter: AdapterCopy) -> None:
-        r, scaling = adapter.settings.r, adapter.settings.lora_alpha / adapter.settings.r
+        r = adapter.settings.r
+        scaling = adapter.settings.lora_alpha / r
         sides = adapter.sides()
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for name, (slot_a, slot_b) in self.holds(number).items():
@@ -118,7 +119,8 @@ class OpenSlots:
                 self._stream.synchronize()
 
     def _refuse_unfit(self, adapter: AdapterCopy) -> None:
-        r, sides = adapter.settings.r, adapter.sides()
+        r = adapter.settings.r
+        sides = adapter.sides()
         if r > self.max_rank:
             raise UsageError(
                 f"the adapter has rank {r}, and the server's slots have room for {self.max_rank}",

@@ -288,7 +288,7 @@ class SlotRequest(HolderRequest):
     """`POST /bridge/adapter/reserve`, an open slot to be written, and `POST /bridge/adapter/serve`, when it is."""
 
     name: str = Field(min_length=1)
-    """Model name for requests to the slot's new contents; each has a name of its own."""
+    """Model name for requests to the slot's new contents; it was never used for other contents."""
     keep: tuple[str, ...] = ()
     """Names whose slots are not reserved: the trainer will send more requests to them."""
 

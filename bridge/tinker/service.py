@@ -436,10 +436,9 @@ class Service:
                 raise UsageError(words, hint="change the request")
             raise ServerUnreachableError(words, hint="its log says why")
         found = wire.sampled(answer.json(), prompt)
-        sequences = [*found.sequences]
-        if len(sequences) == 1:  # greedy
-            sequences *= _num_samples(body)
-        return replace(found, sequences=sequences)
+        if request["n"] < _num_samples(body):  # greedy: the others are the same
+            found = replace(found, sequences=[*found.sequences] * _num_samples(body))
+        return found
 
     def stop(self) -> None:
         """Answer all open polls now, since they would delay the end of the server."""
@@ -566,11 +565,13 @@ def _sampling_request(
         return default if chosen.get(name) is None else chosen[name]
 
     temperature = value("temperature", 1.0)
-    seed, stop = chosen.get("seed"), chosen.get("stop")
+    top_k = max(value("top_k", -1), 0)
+    top_p = value("top_p", 1.0)
+    seed = chosen.get("seed")
+    stop = chosen.get("stop")
     num_likeliest = body.get("topk_sample_logprobs") or 0
     num_likeliest_of_prompt = body.get("topk_prompt_logprobs") or 0
     scores_prompt = bool(body.get("prompt_logprobs") or num_likeliest_of_prompt)
-    top_k, top_p = max(value("top_k", -1), 0), value("top_p", 1.0)
     request: dict[str, Any] = {
         "model": model, "n": 1 if temperature == 0 else _num_samples(body), "max_tokens": limit,
         "temperature": temperature,

@@ -220,7 +220,7 @@ class Adapters:
         return int(config.max_loras)
 
     async def _pin(self, names: Sequence[str], path: str) -> list[Slot]:
-        """Load the adapter in folder `path` under each name into a slot of its own, in place of the previous ones."""
+        """Load the adapter in folder `path` once per name, each time into another slot; remove the previous ones."""
         self._num_slots = self._num_slots or self._wrap_engine()
         if not (Path(path) / CONFIG_NAME).is_file():
             raise AttachError(

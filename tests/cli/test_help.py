@@ -285,7 +285,7 @@ def test_missing_package_is_named(
 def test_package_that_cannot_be_imported_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a torchvision for another torch, transformers raises ModuleNotFoundError about a class of its own."""
+    """With a torchvision for another torch, transformers raises ModuleNotFoundError about one of its classes."""
     fault = failed("torchvision", "0.28.0 cannot be imported", "absent", "pip uninstall -y torchvision")
     monkeypatch.setattr(software, "obstacle", lambda _: fault)
     monkeypatch.setitem(main.COMMANDS, "init", ("json.nothing:command", "Import what is not there."))

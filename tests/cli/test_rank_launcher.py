@@ -145,7 +145,7 @@ RUNNING: list[Command | subprocess.Popen[bytes]] = []
 
 
 class Launched:
-    """A launcher in a process of its own: a fork, or a new one for a command that starts it `inside` a namespace."""
+    """A launcher in a separate process: a fork, or a new one for a command that starts it `inside` a namespace."""
 
     def __init__(self, folder: Path, body: str, *, count: int = 2, inside: Sequence[str] = (), **choices: Any) -> None:
         folder.mkdir(exist_ok=True)

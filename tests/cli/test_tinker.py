@@ -41,7 +41,7 @@ def test_help_and_docs_name_the_default_port() -> None:
     assert url in docs.read_text()
 
 
-def test_vllm_is_imported_early_only_for_a_server_that_is_started(
+def test_vllm_is_imported_early_only_for_a_started_server(
     attached: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = Preloaded(None)

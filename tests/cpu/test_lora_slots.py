@@ -232,7 +232,7 @@ def opened_slots(server: LiveServer, client: BridgeClient, folder: Path) -> Open
     return OpenSlots(attach(server.manifest), client, sorted(MODULES), folder)
 
 
-def test_adapters_that_take_turns_in_a_slot_have_their_own_caches(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_adapters_in_turn_in_a_slot_have_separate_caches(lora_llama: LiveServer, tmp_path: Path) -> None:
     models = [adapted(lora_llama, seed) for seed in (14, 15)]
     folders = [saved(model, tmp_path / str(number)) for number, model in enumerate(models)]
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:

@@ -517,7 +517,7 @@ def test_flags_that_make_the_server_unreachable_are_refused(flags: list[str]) ->
     assert "one copy" not in refused.value.hint
 
 
-def test_bridges_own_flag_after_the_dashes_is_refused_with_the_fix() -> None:
+def test_bridge_flag_after_the_dashes_is_refused_with_a_fix() -> None:
     with pytest.raises(UsageError, match=r"^--port 9 after --: it is a flag of Bridge") as refused:
         vllm_flags.check(["--port", "9"], {})
     assert refused.value.hint == "--port 9 before --"

@@ -212,7 +212,7 @@ def test_a_snapshot_without_disk_space_is_said(
         run(scenario(service))
 
 
-def test_snapshots_that_take_turns_in_slots_are_each_sampled_whole(service: Service, server: LiveServer) -> None:
+def test_snapshots_beyond_the_slots_are_each_sampled_whole(service: Service, server: LiveServer) -> None:
     """More snapshots than slots are sampled at once, by several requests each, while the adapters are trained."""
 
     async def scenario() -> None:
