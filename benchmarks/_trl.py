@@ -74,7 +74,7 @@ def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) ->
             train_dataset=datasets.Dataset.from_dict(columns(task, options) if task else {"prompt": prompts()}),
         )
         _trl_times.watch(trainer, clock)
-        if options.lengths and trainer.use_vllm and url is None:
+        if options.lengths and not options.on_bridge and trainer.use_vllm and url is None:
             limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
         if options.compile == "layers":
             trainer.model.train()  # else TRL samples again for each pass: accelerate switches only its compiled copy

@@ -64,8 +64,6 @@ def watch(trainer: Any, clock: Clock) -> None:
         generation = trainer.vllm_generation
         generation.generate = clock.part("generation", generation.generate)
         generation.sync_weights = clock.part("sync", generation.sync_weights)
-    elif trainer.rollout_func is not None:
-        trainer.rollout_func = clock.part("generation", trainer.rollout_func)
     trainer._prepare_inputs = clock.part("prepare", trainer._prepare_inputs)
     trainer.training_step = clock.part("training_step", trainer.training_step)
     trainer.accelerator.clip_grad_norm_ = clock.part("clip", trainer.accelerator.clip_grad_norm_)
@@ -134,7 +132,8 @@ class HeldOut(TrainerCallback):  # type: ignore[misc]
 
     def _evaluate(self, step: int) -> None:
         start = moment()
-        answers = self._sampled() if self._trainer.use_vllm else self._generated()
+        is_stock = self._trainer.use_vllm and not self._options.on_bridge
+        answers = self._sampled() if is_stock else self._generated()
         texts = self._trainer.processing_class.batch_decode(answers, skip_special_tokens=True)
         rewards = list(map(self._task.score, self._task.held_out(), texts))
         measured = {"step": step, "reward_mean": statistics.fmean(rewards), "seconds": moment() - start}

@@ -1,19 +1,23 @@
-"""TRL's `GRPOTrainer` on one copy of the weights: four changed lines of a stock script, and no weight sync.
+"""TRL's trainers on one copy of the weights: four changed lines of a stock script, and no weight sync.
 
     with bridge.attach() as policy:                                                         # instead of use_vllm=True
         trainer = GRPOTrainer(**bridge.for_trl(policy, args), args=args, reward_funcs=..., train_dataset=...)
 
-TRL keeps its loss, rewards, schedules, callbacks and logs. The model's parameters are vLLM's; completions come from
-that server; and the weights change only inside the fence, in a step of the optimizer or when a checkpoint is loaded.
+TRL keeps its loss, rewards, tools, schedules, callbacks and logs. The model's parameters are vLLM's; the trainer
+generates with `ServerGeneration`, which takes the place of TRL's `VLLMGeneration` and samples from that server; and the
+weights change only inside the fence, in a step of the optimizer or when a checkpoint is loaded.
 
-Not covered, and refused by name: several processes, images.
+Not covered, and refused by name: trainers that do not generate with `VLLMGeneration`, several processes, images.
 """
 
+import importlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import chain, count, groupby
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import groupby
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +30,15 @@ from bridge.engine.policy import Policy
 from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.rollouts.vocabulary import Vocabulary
-from bridge.trl_settings import check_version, filters_of, refuse_other_adapter, refuse_settings, tokenizer_of
+from bridge.trl_settings import (
+    check_version,
+    filters_of,
+    refuse_other_adapter,
+    refuse_settings,
+    tokenizer_of,
+    trainer_of,
+    use_vllm,
+)
 from bridge.types import Group, Problem
 from bridge.weights.model_folder import stored_buffers
 
@@ -42,21 +54,27 @@ def for_trl(
     processing_class: PreTrainedTokenizerBase | None = None,
     peft_config: Any = None,
 ) -> dict[str, Any]:
-    """Return arguments for `trl.GRPOTrainer`: model, tokenizer, rollouts, optimizer, and the callback with the fence.
+    """Return arguments for a TRL trainer: model, tokenizer, optimizer, and the callback with the fence.
 
-    `args` is the trainer's `GRPOConfig`. Its learning rate, weight decay, betas and epsilon go to Bridge's AdamW, which
-    loses no update to bf16, and `max_completion_length`, `temperature`, `top_p`, `top_k` and `min_p` to the server. The
-    loss is TRL's, over the whole vocabulary, whatever filters the server samples with.
+    `args` is the trainer's config: `GRPOConfig`, `RLOOConfig`, `DistillationConfig`, `SDFTConfig`, `SDPOConfig`,
+    `GOLDConfig`, `IWOPDConfig`, or one derived from them. Its learning rate, weight decay, betas and epsilon go to
+    Bridge's AdamW, which loses no update to bf16, and `max_completion_length`, `temperature`, `top_p`, `top_k` and
+    `min_p` to the server. The loss is TRL's, over the whole vocabulary, whatever filters the server samples with.
 
-    Pass your own `callbacks`, `optimizers` and `processing_class` here, not to `GRPOTrainer`, where Python would report
+    `args.use_vllm` is set to True, so that the trainer generates with vLLM, which is the policy's server. If it was
+    False, `GRPOConfig`'s `vllm_importance_sampling_correction` is set to False: it takes a third pass. With
+    `use_vllm=True`, the settings of the correction have TRL's meaning.
+
+    Pass your own `callbacks`, `optimizers` and `processing_class` here, not to the trainer, where Python would report
     "got multiple values for keyword argument": they are returned together with Bridge's. `optimizers` is a pair as in
-    `GRPOTrainer`: None as the optimizer means Bridge's AdamW, None as the scheduler means the one in `args`. Your own
-    optimizer must have the parameters of `policy.parameters()`. A `peft_config` must be the one with which the policy
-    was attached (`bridge.attach(lora=peft_config)`): only its adapter is trained, in the server's slot.
+    TRL: None as the optimizer means Bridge's AdamW, None as the scheduler means the one in `args`. Your own optimizer
+    must have the parameters of `policy.parameters()`. A `peft_config` must be the one with which the policy was
+    attached (`bridge.attach(lora=peft_config)`): only its adapter is trained, in the server's slot.
 
     Raises:
-        UsageError: `args` has a setting that has no effect here, several processes or GPUs, or a different device; or
-            `processing_class` has different tokens than the server's model.
+        UsageError: `args` is of a trainer that does not generate with `VLLMGeneration`, or has a setting that has no
+            effect here, several processes or GPUs, or a different device; or `processing_class` has different tokens
+            than the server's model.
         IncompatibleVersionError: TRL is not installed, or in an unsupported version.
     """
     check_version()
@@ -71,21 +89,23 @@ def for_trl(
     tokenizer = tokenizer_of(policy, processing_class)
     policy.use_tokenizer(tokenizer)
     _use_server_eos_tokens(policy, Vocabulary.of(tokenizer, policy.config.model_name))
+    use_vllm(args)
+    fence = Fence(policy, args, ServerGeneration(policy, args))
     return {
         "model": policy.model if policy.opened.adapter is None else policy.opened.adapter.peft_model,
         "processing_class": tokenizer,
-        "rollout_func": _Rollouts(policy, args),
         "optimizers": (optimizer or _adamw(policy, args), scheduler),
-        "callbacks": [*callbacks, Fence(policy, args)],  # last, so that the others still see the gradients
+        "callbacks": [*callbacks, fence],  # last, so that the others still see the gradients
     }
 
 
 class Fence(TrainerCallback):  # type: ignore[misc]
     """Lets the trainer change the weights only inside the fence: in an optimizer step, or by loading a checkpoint."""
 
-    def __init__(self, policy: Policy, args: Any) -> None:
+    def __init__(self, policy: Policy, args: Any, generation: "ServerGeneration") -> None:
         self._policy = policy
         self._args = args
+        self._generation = generation
         self._addresses = {parameter.data_ptr() for parameter in policy.model.parameters()}
         self._load = type(policy.model).load_state_dict
         self._pending: dict[str, Tensor] = {}
@@ -100,27 +120,34 @@ class Fence(TrainerCallback):  # type: ignore[misc]
     def on_init_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
         """Refuse a trainer that was created with other settings, or with another model, than `for_trl` was.
 
+        Otherwise the trainer, which creates its `VLLMGeneration` right after this, gets the policy's server instead.
+
         Raises:
             UsageError: the settings or the model differ.
         """
         if args is not self._args:
             raise UsageError(
-                "GRPOTrainer has different args than bridge.for_trl",
-                hint="GRPOTrainer(**for_trl(policy, args), args=args)",
+                "the trainer has different args than bridge.for_trl",
+                hint=f"{trainer_of(self._args)}(**for_trl(policy, args), args=args)",
             )
         self._refuse_moved(model)
-        for module in self._policy.model.modules():
-            if isinstance(module, LoraLayer):  # a reference adapter: its B is a copy that already contains the scaling
-                module.scaling.update(dict.fromkeys(module.scaling, 1.0))
+        self._use_one_scaling()
+        self._generation.replace_next()
 
-    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        """Refuse a trainer that would train weights other than the server's.
+    def on_train_begin(self, _: Any, state: Any, *__: Any, model: Any = None, **___: Any) -> None:
+        """Refuse a trainer that would train weights other than the server's, or sample elsewhere.
 
         Raises:
-            UsageError: a checkpoint lacks weights, or the trainer has parameters that are not the server's.
+            UsageError: a checkpoint lacks weights, the trainer has parameters that are not the server's, or it did not
+                create a `VLLMGeneration`.
         """
         self._refuse_partial()
         self._refuse_moved(model)
+        self._generation.refuse_unused()
+        self._generation.resume_at(state.global_step)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._use_one_scaling()  # of a teacher's adapter, which self-distillation adds when training begins
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Raise UsageError if the best checkpoint lacks weights."""
@@ -189,6 +216,14 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         self._policy.publish(lambda: adapter.load(Path(model_id)))
         return nn.modules.module._IncompatibleKeys([], [])
 
+    def _use_one_scaling(self) -> None:
+        """Let PEFT scale no adapter: B contains the scaling, also in copies as a reference's or a teacher's adapter."""
+        if self._policy.opened.adapter is None:
+            return
+        for module in self._policy.model.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling.update(dict.fromkeys(module.scaling, 1.0))
+
     def _missing(self) -> list[str]:
         """Return the weights that no file has contained so far, by the first name of tied ones."""
         model = self._policy.model
@@ -212,120 +247,139 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         if moved:
             raise UsageError(
                 f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",
-                hint="pass neither peft_config nor a different model or device to GRPOTrainer; for an adapter:"
-                " bridge.attach(lora=peft_config)",
+                hint=f"pass neither peft_config nor a different model or device to {trainer_of(self._args)}; for an"
+                " adapter: bridge.attach(lora=peft_config)",
             )
 
 
 CALLS_OF_A_SEED = 2**24
 """Distance between the server's seeds for two consecutive seeds of TRL: more than any run has calls."""
 CALLS_OF_A_TURN = 2**20
-"""Distance between the seeds of two consecutive turns of a call."""
+"""Distance between the seeds of two consecutive calls with the same weights, such as the turns of a conversation."""
 CHAT = [{"role": "user", "content": ""}]
 """Placeholder for the messages of a prompt that TRL renders itself, so that completions end as in a chat."""
+GENERATION = "trl.generation.vllm_generation"
+STAND_IN_FOR = "VLLMGeneration"
 
 
-class _Rollouts:
-    """TRL's `rollout_func`: samples from the policy's server, also for TRL's loop that calls tools."""
+class ServerGeneration:
+    """Stands in for TRL's `VLLMGeneration`: samples from the policy's server, which already has the newest weights.
+
+    Token ids go in and come out, so that TRL trains on exactly what the server sampled.
+    """
 
     def __init__(self, policy: Policy, args: Any) -> None:
         self._policy = policy
-        self._calls: count[int] | None = None
-        self._turns = count(1)
-        """Numbers the turns after tool results in the last call, each of which has its own seed."""
+        self._args = args
         self._first_seed = args.seed * CALLS_OF_A_SEED
-        self._seed = self._first_seed
-        """Seed of the last call."""
-        self._template = args.chat_template_kwargs or {}
+        self._round = -1
+        """Number of times that the trainer has asked for new weights, from the step at which training began."""
+        self._turns = 0
+        """Calls in this round, each of which has its own seed."""
         self._max_tokens = args.max_completion_length
         self._parameters = {"temperature": args.temperature, **filters_of(args)}
+        self._replaced: tuple[list[ModuleType], Any] | None = None
+        """TRL's modules that hold its class, while this object takes its place, and the class."""
+        self._is_used = False
+        adapter = policy.opened.adapter
+        self._model = policy.model if adapter is None else adapter.peft_model
+        self._longest = sys.maxsize if policy.max_model_len is None else policy.max_model_len
+        model_config = SimpleNamespace(max_model_len=self._longest)
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=model_config))
+        """What the trainers read of vLLM's `LLM`: the longest sequence, beyond which tool results are dropped."""
 
-    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
-        """Return one completion for each prompt; TRL repeats a prompt once per requested completion.
+    def replace_next(self) -> None:
+        """Let TRL's modules create this object instead of the next `VLLMGeneration`."""
+        original = getattr(importlib.import_module(GENERATION), STAND_IN_FOR)
+        modules = [*sys.modules.values()]
+        holders = [module for module in modules if getattr(module, "__dict__", {}).get(STAND_IN_FOR) is original]
 
-        Shapes: lists of one list of token ids or log-probabilities per prompt.
+        def created(model: Any, **settings: Any) -> Any:
+            self._restore()
+            if model is not self._model:  # another trainer's, after this one's constructor failed
+                return original(model=model, **settings)
+            self._is_used = True
+            return self
+
+        for module in holders:
+            setattr(module, STAND_IN_FOR, created)
+        self._replaced = holders, original
+
+    def _restore(self) -> None:
+        if self._replaced is not None:
+            holders, original = self._replaced
+            for module in holders:
+                setattr(module, STAND_IN_FOR, original)
+            self._replaced = None
+
+    def refuse_unused(self) -> None:
+        """Refuse a trainer that did not create its `VLLMGeneration`, and would generate in another way.
 
         Raises:
-            UsageError: a prompt has an image.
+            UsageError: it did not.
         """
-        _refuse_media(prompts)
-        self._calls = self._calls or count(trainer.state.global_step)  # a resumed trainer continues the count
-        self._seed = self._first_seed + next(self._calls)
-        self._turns = count(1)
-        if trainer.tools:  # TRL renders and calls tools itself, and samples each next turn with this method
-            prompts = [_rendered(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
-            trainer._generate_single_turn = self._next_turn
-        groups = self._sampled(prompts, self._seed, self._max_tokens)
-        completions = [completion for group in groups for completion in group.completions]
-        return {
-            "prompt_ids": [[*group.prompt_token_ids] for group in groups for _ in group.completions],
-            "completion_ids": [[*completion.token_ids] for completion in completions],
-            "logprobs": [[*completion.logprobs] for completion in completions],
-        }
+        self._restore()
+        if not self._is_used:
+            raise UsageError(
+                "the trainer does not generate with TRL's VLLMGeneration, so that it would not sample from the server",
+                hint=f"use TRL's {trainer_of(self._args)}, without changes to how it generates",
+            )
 
-    def _next_turn(
-        self, prompt_ids: Sequence[Sequence[int]], images: Any = None, *_: Any, **__: Any
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Replace `_generate_single_turn` of TRL's trainer, which samples the turn after tool results.
+    def resume_at(self, step: int) -> None:
+        """Continue the seeds at `step`, so that a resumed run samples what an uninterrupted one samples."""
+        self._round = max(self._round, step - 1)
 
-        A sequence close to the server's maximum length is sampled separately, and limited to its remaining tokens; TRL
-        would truncate it.
+    def sync_weights(self) -> None:
+        """Copy nothing: the fence published the last step's weights, in the memory that the server generates from."""
+        self._round += 1
+        self._turns = 0
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None = None,
+        num_generations: int = 1,  # noqa: ARG002 - TRL repeats a prompt that often
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        """Return prompts, completions, and log-probabilities and ids of the sampled tokens, one entry for each prompt.
+
+        A completion ends at the server's maximum length.
 
         Raises:
-            UsageError: a tool returned an image.
+            UsageError: there are images, or a prompt is too long for the server.
         """
-        if images:
-            raise _image_error("a tool returned an image")
-        longest = self._policy.mode.max_model_len
-        rooms = [
-            self._max_tokens if longest is None else min(self._max_tokens, longest - len(ids)) for ids in prompt_ids
-        ]
-        token_ids: list[list[int]] = [[] for _ in prompt_ids]
-        logprobs: list[list[float]] = [[] for _ in prompt_ids]
-        for room in sorted({room for room in rooms if room > 0}):
-            places = [place for place, own in enumerate(rooms) if own == room]
-            seed = self._seed + next(self._turns) * CALLS_OF_A_TURN
-            groups = self._sampled([_rendered(prompt_ids[place]) for place in places], seed, room)
-            completions = [completion for group in groups for completion in group.completions]
-            for place, completion in zip(places, completions, strict=True):
-                token_ids[place], logprobs[place] = [*completion.token_ids], [*completion.logprobs]
-        return token_ids, logprobs
+        if images is not None and any(images):
+            raise UsageError(
+                "a prompt or a tool's result has an image, but bridge.for_trl samples from text only",
+                hint="leave images and other media out of the data set and of what tools return",
+            )
+        ids = [[*prompt] for prompt in prompts]
+        rooms = [max(1, min(self._max_tokens, self._longest - len(prompt))) for prompt in ids]
+        completions: dict[int, Any] = {}
+        with profiler or nullcontext():
+            for room in sorted({*rooms}):
+                places = [place for place, own in enumerate(rooms) if own == room]
+                seed = self._first_seed + max(self._round, 0) + self._turns * CALLS_OF_A_TURN
+                self._turns += 1
+                groups = self._sampled([ids[place] for place in places], seed, room)
+                sampled = [completion for group in groups for completion in group.completions]
+                completions |= zip(places, sampled, strict=True)
+        ordered = [completions[place] for place in range(len(ids))]
+        return (
+            ids,
+            [[*completion.token_ids] for completion in ordered],
+            [[[logprob] for logprob in completion.logprobs] for completion in ordered],
+            [[[token] for token in completion.token_ids] for completion in ordered],
+        )
 
-    def _sampled(self, prompts: Sequence[Any], seed: int, max_tokens: int) -> list[Group]:
+    def _sampled(self, prompts: Sequence[list[int]], seed: int, max_tokens: int) -> list[Group]:
         """Return one completion for each prompt, with consecutive equal prompts in one group."""
         runs = [(prompt, len([*same])) for prompt, same in groupby(prompts)]
         if len({length for _, length in runs}) > 1:
             runs = [(prompt, 1) for prompt in prompts]
+        problems: list[Problem] = [{"prompt": CHAT, "prompt_token_ids": prompt} for prompt, _ in runs]
         length = runs[0][1]
-        return self._policy.sample(
-            [prompt for prompt, _ in runs], n=length, seed=seed, chat_template_kwargs=self._template,
-            max_tokens=max_tokens, **self._parameters,
-        )  # fmt: skip
-
-
-def _rendered(ids: Sequence[int]) -> Problem:
-    """Return a chat prompt whose messages are already rendered as these token ids."""
-    return {"prompt": CHAT, "prompt_token_ids": [*ids]}
-
-
-def _refuse_media(prompts: Sequence[Any]) -> None:
-    """Refuse images, which the server would not get; no callback could refuse them.
-
-    Raises:
-        UsageError: a prompt has an image.
-    """
-    messages = chain.from_iterable(prompt for prompt in prompts if not isinstance(prompt, str))
-    contents = (message.get("content") for message in messages)
-    parts = chain.from_iterable(content for content in contents if isinstance(content, list))
-    if kind := next((part.get("type") for part in parts if part.get("type") != "text"), None):
-        raise _image_error(f"a prompt has a part of the type {kind!r}")
-
-
-def _image_error(what: str) -> UsageError:
-    return UsageError(
-        f"{what}, but bridge.for_trl samples from text only",
-        hint="leave images and other media out of the data set and of what tools return",
-    )
+        return self._policy.sample(problems, n=length, seed=seed, max_tokens=max_tokens, **self._parameters)
 
 
 def _adamw(policy: Policy, args: Any) -> InPlaceOptimizer:

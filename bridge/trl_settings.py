@@ -16,18 +16,24 @@ from bridge.rollouts.distribution import filters
 
 TESTED = "1.16"
 """The minor version of TRL that works."""
+CONFIGS = (
+    "GRPOConfig", "RLOOConfig", "DistillationConfig", "SDFTConfig", "SDPOConfig", "GOLDConfig", "IWOPDConfig",
+)  # fmt: skip
+"""Configs of the trainers that generate with TRL's `VLLMGeneration`."""
 UNUSED: dict[str, tuple[object, ...]] = {
-    "repetition_penalty": (1.0,), "cache_implementation": (None,), "use_vllm": (False,),
+    "repetition_penalty": (1.0,), "cache_implementation": (None,),
     "use_transformers_continuous_batching": (False,), "use_transformers_paged": (False, None),
     "transformers_continuous_batching_config": ({}, None),
 }  # fmt: skip
-"""Generation settings of TRL's `GRPOConfig` that have no effect here -> the values that request nothing."""
+"""Generation settings of TRL's configs that have no effect here -> the values that request nothing."""
 FILTERS: dict[str, tuple[object, ...]] = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None)}
 """Generation settings that the server has, too -> the values that request nothing."""
 SAMPLES = "do_sample", True
-"""The entry of `generation_kwargs` that requests what `GRPOTrainer` does anyway."""
+"""The entry of `generation_kwargs` that requests what the trainers do anyway."""
 VLLM = "vllm_"
 """Prefix of the settings for TRL's own vLLM, which have no effect either."""
+CORRECTION = "vllm_importance_sampling_"
+"""Prefix of the settings that have an effect with `use_vllm=True`: TRL corrects for the mismatch with vLLM."""
 UNUSED_BY_ADAMW: dict[str, tuple[object, ...]] = {
     "optim": ("adamw_torch", "adamw_torch_fused"), "optim_args": ("", None), "optim_target_modules": (None,),
 }  # fmt: skip
@@ -40,27 +46,44 @@ MOVING: dict[str, str] = {
     "fsdp": "copies the weights out of the server's memory",
     "parallelism_config": "trains with several processes, but one process trains a server",
 }
-"""Settings of `GRPOConfig` that would train weights other than the server's -> why."""
+"""Settings that would train weights other than the server's -> why."""
 
 
 def refuse_settings(policy: Policy, args: Any, *, own_optimizer: bool) -> None:
     """Refuse settings that have no effect here, or that would train weights other than the server's.
 
     Raises:
-        UsageError: there is such a setting.
+        UsageError: there is such a setting, or `args` is of a trainer that samples in another way.
     """
+    name_of_config = type(args).__name__
+    if not any(ancestor.__name__ in CONFIGS for ancestor in type(args).__mro__):
+        raise UsageError(
+            f"args is a {name_of_config}, whose trainer does not generate with TRL's VLLMGeneration: bridge.for_trl has"
+            " no effect on how it samples",
+            hint=f"use one of {', '.join(name.replace('Config', 'Trainer') for name in CONFIGS)}",
+        )
+    if getattr(args, "use_teacher_server", False) and hasattr(args, "teacher_model_kind"):
+        raise UsageError(
+            f"{name_of_config} has use_teacher_server=True, which requests the teacher's log-probabilities from a"
+            " server of TRL's own",
+            hint="leave use_teacher_server out: the trainer computes them from the same weights",
+        )
     _refuse_unused(args, UNUSED if own_optimizer else {**UNUSED, **UNUSED_BY_ADAMW})
     if chosen := filters(policy.sampling):
+        flags = ", ".join(f"{name}={value}" for name, value in chosen.items())
         raise UsageError(
-            f"the policy samples with {', '.join(chosen)}, but GRPOConfig chooses how TRL's trainer samples",
-            hint=f"attach without it, and GRPOConfig({', '.join(f'{name}={value}' for name, value in chosen.items())})",
+            f"the policy samples with {', '.join(chosen)}, but {name_of_config} chooses how TRL's trainer samples",
+            hint=f"attach without it, and {name_of_config}({flags})",
         )
-    if (kept := filters_of(args)) and args.off_policy_mask_threshold is not None:
+    compares = f"{CORRECTION}correction" if args.use_vllm and getattr(args, f"{CORRECTION}correction", False) else None
+    if getattr(args, "off_policy_mask_threshold", None) is not None:
+        compares = "off_policy_mask_threshold"
+    if compares is not None and (kept := filters_of(args)):
         raise UsageError(
-            f"GRPOConfig has off_policy_mask_threshold={args.off_policy_mask_threshold} and"
+            f"{name_of_config} has {compares}={getattr(args, compares)} and"
             f" {', '.join(f'{name}={value}' for name, value in kept.items())}: it would compare log-probabilities over"
             " the tokens that these keep with log-probabilities over all tokens",
-            hint="leave off_policy_mask_threshold out",
+            hint=f"leave {compares} out" if compares == "off_policy_mask_threshold" else f"set {compares}=False",
         )
     if args.world_size > 1:
         raise UsageError(
@@ -68,14 +91,33 @@ def refuse_settings(policy: Policy, args: Any, *, own_optimizer: bool) -> None:
         )
     for name, reason in MOVING.items():
         if value := getattr(args, name, None):
-            raise UsageError(f"GRPOConfig has {name}={value!r}, which {reason}", hint=f"leave {name} out")
+            raise UsageError(f"{name_of_config} has {name}={value!r}, which {reason}", hint=f"leave {name} out")
     if getattr(args, "bf16_full_eval", False) and policy.model.dtype != torch.bfloat16:
         raise UsageError(
-            f"GRPOConfig has bf16_full_eval=True, which copies the {policy.model.dtype} weights out of the server's"
-            " memory",
+            f"{name_of_config} has bf16_full_eval=True, which copies the {policy.model.dtype} weights out of the"
+            " server's memory",
             hint="leave bf16_full_eval out",
         )
+    template = getattr(args, "chat_template_path", None)
+    if template is not None and not template.endswith((".jinja", ".j2")):
+        raise UsageError(
+            f"{name_of_config} has chat_template_path={template!r}, for whose tokens TRL copies"
+            " the embeddings out of the server's memory",
+            hint="leave chat_template_path out, or name a .jinja file",
+        )
     _check_device(policy, args)
+
+
+def use_vllm(args: Any) -> None:
+    """Let the trainer generate with vLLM; it corrects for vLLM's mismatch only if `args` requests vLLM itself."""
+    if not args.use_vllm and hasattr(args, f"{CORRECTION}correction"):
+        setattr(args, f"{CORRECTION}correction", False)
+    args.use_vllm = True
+
+
+def trainer_of(args: Any) -> str:
+    """Return the name of the trainer that `args` is for."""
+    return type(args).__name__.replace("Config", "Trainer")
 
 
 def filters_of(args: Any) -> dict[str, Any]:
@@ -88,7 +130,7 @@ def filters_of(args: Any) -> dict[str, Any]:
     unused = {name: value for name, value in given.items() if name not in FILTERS and (name, value) != SAMPLES}
     if unused:
         raise UsageError(
-            f"GRPOConfig has generation_kwargs={unused!r}, which has no effect on a Bridge server",
+            f"{type(args).__name__} has generation_kwargs={unused!r}, which has no effect on a Bridge server",
             hint=f"leave generation_kwargs out, or keep only {', '.join(FILTERS)} in it",
         )
     values = {name: given.get(name, getattr(args, name, None)) for name in FILTERS}
@@ -123,18 +165,24 @@ def _refuse_unused(args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:
         UsageError: there is such a setting.
     """
     fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
-    neutral = {field.name: (field.default,) for field in fields if field.name.startswith(VLLM)} | dict(unused)
+    of_vllm = [field for field in fields if field.name.startswith(VLLM)]
+    if args.use_vllm:
+        of_vllm = [field for field in of_vllm if not field.name.startswith(CORRECTION)]
+    neutral = {field.name: (field.default,) for field in of_vllm} | dict(unused)
     values = {name: getattr(args, name, allowed[0]) for name, allowed in neutral.items()}
     made = {name: value for name, value in values.items() if value not in neutral[name]}
     if not made:
         return
     hint = f"leave {' and '.join(made)} out"
+    if any(name.startswith(CORRECTION) for name in made):
+        hint += f", or correct for the mismatch with vLLM: {type(args).__name__}(use_vllm=True)"
     if made.keys() <= UNUSED_BY_ADAMW.keys():
         hint += ", or pass your own optimizer: for_trl(policy, args, optimizers=(OPTIMIZER, None)), for example"
         hint += " policy.optimizer('adamw-8bit', lr=args.learning_rate)"
+    settings = ", ".join(f"{name}={value!r}" for name, value in made.items())
+    where = "the optimizer of bridge.for_trl" if made.keys() <= UNUSED_BY_ADAMW.keys() else "a Bridge server"
     raise UsageError(
-        f"GRPOConfig has {', '.join(f'{name}={value!r}' for name, value in made.items())}, which has no effect on"
-        f" {'the optimizer of bridge.for_trl' if made.keys() <= UNUSED_BY_ADAMW.keys() else 'a Bridge server'}",
+        f"{type(args).__name__} has {settings}, which has no effect on {where}",
         hint=hint,
     )
 
@@ -174,7 +222,7 @@ def _check_device(policy: Policy, args: Any) -> None:
     if same and args.n_gpu <= 1:
         return
     devices = f"{args.n_gpu} GPUs" if same else str(there)
-    hint = "GRPOConfig(use_cpu=True)"
+    hint = f"{type(args).__name__}(use_cpu=True)"
     if here.type == "cuda":
         hint = f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(here).uuid} in front of the command"
     raise UsageError(f"the trainer would use {devices}, but the server's weights are on {here}", hint=hint)

@@ -5,10 +5,12 @@ Not covered: a training run (`tests/cpu/test_trl.py`).
 
 import ast
 import dataclasses
+import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -56,23 +58,26 @@ def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge
         yield made
 
 
-def own_fields(file: str, name: str) -> list[tuple[str, Any, Any]]:
-    """Return name, type and default of each field of a TRL dataclass, since importing TRL takes seconds."""
-    source = Path(str(distribution("trl").locate_file(f"trl/trainer/{file}.py"))).read_text()
-    (definition,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
-    fields = (node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call))
-    return [
-        (
-            field.target.id,
-            Any,
-            ast.literal_eval(next(arg.value for arg in field.value.keywords if arg.arg == "default")),
-        )
-        for field in fields
-        if isinstance(field.target, ast.Name) and isinstance(field.value, ast.Call)
-    ]
+def own_fields(file: str) -> dict[str, ast.Call]:
+    """Return the fields of the TRL dataclass in a file by name, since importing TRL takes seconds."""
+    source = Path(str(distribution("trl").locate_file(f"trl/{file}.py"))).read_text()
+    (definition,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    return {
+        node.target.id: node.value
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call)
+    }
 
 
-GRPO_FIELDS = {name: default for name, _, default in own_fields("grpo_config", "GRPOConfig")}
+GRPO_FIELDS = {
+    name: ast.literal_eval(next(argument.value for argument in field.keywords if argument.arg == "default"))
+    for name, field in own_fields("trainer/grpo_config").items()
+}
+OTHER_CONFIGS = (
+    "trainer/rloo_config", "trainer/distillation_config", "trainer/sft_config", "experimental/sdft/sdft_config",
+    "experimental/sdpo/sdpo_config", "experimental/gold/gold_config", "experimental/iw_opd/iw_opd_config",
+)  # fmt: skip
+"""Files of the other supported trainers' configs, of which GOLD's derives from that of supervised training."""
 ALL_FIELDS = {field.name for field in dataclasses.fields(TrainingArguments) if field.init} | GRPO_FIELDS.keys()
 MADE: dict[str, Any] = {
     "world_size": 1, "n_gpu": 1, "device": torch.device("cpu"), "weight_decay": 0.0, "adam_beta1": 0.9,
@@ -80,7 +85,11 @@ MADE: dict[str, Any] = {
 }  # fmt: skip
 """Fields that `for_trl` reads from transformers' part of a `GRPOConfig`."""
 Config = dataclasses.make_dataclass(
-    "Config", [(name, Any, dataclasses.field(default=value)) for name, value in {**GRPO_FIELDS, **MADE}.items()]
+    "GRPOConfig",
+    [
+        (name, Any, dataclasses.field(default=value))
+        for name, value in {**GRPO_FIELDS, **MADE, "chat_template_path": None, "vllm_sync_frequency": 1}.items()
+    ],
 )
 
 
@@ -92,14 +101,37 @@ def choices(**changed: Any) -> Any:
     return args
 
 
-def plain_trainer(policy: bridge.Policy) -> Any:
-    return SimpleNamespace(state=SimpleNamespace(global_step=0), tools=[])
+def generation_of(arguments: dict[str, Any]) -> trl.ServerGeneration:
+    """Return what the trainer generates with, from what `for_trl` returned."""
+    generation = arguments["callbacks"][-1]._generation
+    assert isinstance(generation, trl.ServerGeneration)
+    return generation
+
+
+@pytest.fixture
+def seam(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Stand in for TRL's modules that hold `VLLMGeneration`, since importing TRL takes seconds."""
+    home, trainer = ModuleType(trl.GENERATION), ModuleType("trl.trainer.some_trainer")
+    original = Mock(return_value="TRL's own")
+    for module in (home, trainer):
+        vars(module)[trl.STAND_IN_FOR] = original
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield SimpleNamespace(home=home, trainer=trainer, original=original)
+    assert vars(home)[trl.STAND_IN_FOR] is vars(trainer)[trl.STAND_IN_FOR] is original
+
+
+def begin(fence: trl.Fence, policy: bridge.Policy, args: Any, *, step: int = 0) -> None:
+    """Create and start a trainer, as far as the callback and TRL's modules are concerned."""
+    fence.on_init_end(args, None, None, model=policy.model)
+    vars(sys.modules[trl.GENERATION])[trl.STAND_IN_FOR](model=fence._generation._model, mode="colocate")
+    fence.on_train_begin(args, SimpleNamespace(global_step=step), None, model=policy.model)
 
 
 REFUSED: dict[str, Any] = {
     "repetition_penalty": 1.1, "generation_kwargs": {"length_penalty": 2.0},
-    "cache_implementation": "static", "use_vllm": True, "use_transformers_continuous_batching": True,
+    "cache_implementation": "static", "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"max_memory_percent": 0.2}, "use_transformers_paged": True,
+    "chat_template_path": "Qwen/Qwen3-0.6B", "vllm_sync_frequency": 2,
     "optim": "sgd", "optim_args": "a=1", "optim_target_modules": ["all"],
     "cast_lm_head_to_fp32": True, "fp16": True, "fp16_full_eval": True, "deepspeed": {"zero_stage": 2},
     "fsdp": "full_shard", "parallelism_config": object(),
@@ -114,9 +146,9 @@ REFUSED: dict[str, Any] = {
 """Setting of `GRPOConfig` -> a value that would have no effect, or train a copy."""
 PASSED_ON = {
     "adam_beta1", "adam_beta2", "adam_epsilon", "chat_template_kwargs", "learning_rate", "max_completion_length",
-    "min_p", "seed", "temperature", "top_k", "top_p", "weight_decay",
+    "min_p", "seed", "temperature", "top_k", "top_p", "use_vllm", "weight_decay",
 }  # fmt: skip
-"""Settings that `for_trl` passes on to the optimizer and the server."""
+"""Settings that `for_trl` passes on to the optimizer and the server, or sets itself."""
 OF_THE_LOSS = {
     "beta", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
     "epsilon", "epsilon_high", "importance_sampling_level", "label_smoothing_factor", "loss_type",
@@ -162,12 +194,35 @@ WITHOUT_EFFECT_ALONE = {
     "ddp_timeout", "ds3_gather_for_generation", "fsdp_config", "local_rank",
 }  # fmt: skip
 """Details of multi-process training, which is itself refused."""
+OF_RLOO = {"normalize_advantages", "reward_clip_range"}
+OF_DISTILLATION = {
+    "distillation_add_tail", "distillation_alpha", "distillation_is_clip", "distillation_mode",
+    "distillation_objective", "distillation_topk", "distillation_weight", "dont_reprompt_on_self_success",
+    "diagnostics_flat_tolerance", "diagnostics_warning_interval", "environment_feedback_only_without_solution",
+    "feedback_template", "generate_from_teacher", "include_environment_feedback", "iw_opd_epsilon", "iw_opd_gamma",
+    "lmbda", "loss_add_tail", "loss_top_k", "max_prompt_length", "max_reprompt_len", "num_loss_tokens_to_skip",
+    "remove_thinking_from_demonstration", "reprompt_template", "reverse_kl_top_1_mode", "seq_kd",
+    "solution_template", "success_reward_threshold", "teacher_model_init_kwargs", "teacher_model_kind",
+    "teacher_model_name_or_path", "teacher_model_revision", "teacher_model_server_url", "teacher_prompt_template",
+    "teacher_sync_steps", "teacher_tokenizer_name_or_path", "teacher_update_rate", "uld_crossentropy_weight",
+    "uld_distillation_weight", "uld_hybrid_matched_weight", "uld_hybrid_unmatched_weight", "uld_skip_student_eos",
+    "uld_skip_teacher_eos", "uld_student_temperature", "uld_teacher_temperature", "uld_token_merge_strategy",
+    "uld_use_hybrid_loss", "use_extended_uld", "use_successful_as_teacher", "use_teacher_server", "use_uld_loss",
+}  # fmt: skip
+"""Of the loss and of the teacher: a frozen or averaged copy in the trainer, or a server of its own. SDFT and SDPO
+refuse `use_teacher_server`, as a test below shows."""
+OF_SUPERVISED_TRAINING = {
+    "activation_offloading", "assistant_only_loss", "callbacks", "completion_only_loss", "dataset_kwargs",
+    "dataset_num_proc", "dataset_text_field", "eos_token", "eval_packing", "log_completions_steps", "max_length",
+    "packing", "packing_strategy", "pad_token", "padding_free", "truncation_mode", "wandb_log_unique_prompts",
+}  # fmt: skip
+"""GOLD's config has them. TRL itself refuses to pack, or to leave out padding, with GOLD's collator."""
 WORKS = (
     PASSED_ON | OF_THE_LOSS | OF_THE_PASSES | OF_THE_SCHEDULE_AND_THE_DATA | OF_LOGS_AND_CHECKPOINTS
     | WITHOUT_EFFECT_ALONE
 )  # fmt: skip
 TRAINER_ARGUMENTS = {
-    "model": "for_trl's", "rollout_func": "for_trl's", "args": "must be for_trl's", "peft_config": "refused",
+    "model": "for_trl's", "rollout_func": "TRL's", "args": "must be for_trl's", "peft_config": "refused",
     "tools": "TRL's", "environment_factory": "TRL's", "processing_class": "of for_trl", "callbacks": "of for_trl",
     "optimizers": "of for_trl", "reward_funcs": "TRL's", "train_dataset": "TRL's", "eval_dataset": "TRL's",
     "reward_processing_classes": "TRL's", "quantization_config": "for a reference; TRL warns",
@@ -190,20 +245,76 @@ def test_unsupported_trl_version_is_refused(monkeypatch: pytest.MonkeyPatch, ins
 
 
 def test_every_setting_of_trl_works_or_is_refused() -> None:
-    assert WORKS.isdisjoint(REFUSED)
-    assert WORKS | REFUSED.keys() == ALL_FIELDS
+    own = WORKS | OF_RLOO | OF_DISTILLATION | OF_SUPERVISED_TRAINING
+    assert own.isdisjoint(REFUSED)
+    assert own | REFUSED.keys() == ALL_FIELDS.union(*map(own_fields, OTHER_CONFIGS))
     source = Path(str(distribution("trl").locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     (trainer,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "GRPOTrainer")
     (init,) = (node for node in trainer.body if getattr(node, "name", "") == "__init__")  # type: ignore[attr-defined]
     assert {argument.arg for argument in init.args.args} - {"self"} == TRAINER_ARGUMENTS.keys()
 
 
-def test_default_settings_are_accepted_and_training_begins(policy: bridge.Policy) -> None:
+def test_default_settings_are_accepted_and_training_begins(policy: bridge.Policy, seam: SimpleNamespace) -> None:
+    args = choices()
+    (fence,) = bridge.for_trl(policy, args)["callbacks"]
+    begin(fence, policy, args)
+    assert "publish" not in calls(policy)
+    assert not seam.original.called
+    assert args.use_vllm
+    assert not args.vllm_importance_sampling_correction, "it takes a third pass, which nobody requested"
+
+
+def test_trainer_of_another_model_gets_trls_own_generation(policy: bridge.Policy, seam: SimpleNamespace) -> None:
+    """As after a constructor of the policy's trainer that failed."""
     args = choices()
     (fence,) = bridge.for_trl(policy, args)["callbacks"]
     fence.on_init_end(args, None, None, model=policy.model)
-    fence.on_train_begin(args, None, None, model=policy.model)
-    assert "publish" not in calls(policy)
+    model = torch.nn.Linear(1, 1)
+    assert seam.trainer.VLLMGeneration(model=model, mode="server") == "TRL's own"
+    seam.original.assert_called_once_with(model=model, mode="server")
+
+
+def test_trainer_that_generates_elsewhere_is_refused(policy: bridge.Policy, seam: SimpleNamespace) -> None:
+    args = choices()
+    (fence,) = bridge.for_trl(policy, args)["callbacks"]
+    fence.on_init_end(args, None, None, model=policy.model)
+    with pytest.raises(UsageError, match="does not generate with TRL's VLLMGeneration"):
+        fence.on_train_begin(args, SimpleNamespace(global_step=0), None, model=policy.model)
+    assert not seam.original.called
+
+
+def test_config_of_a_trainer_without_the_seam_is_refused(policy: bridge.Policy) -> None:
+    other = dataclasses.make_dataclass("OnlineDPOConfig", [("use_vllm", bool, True)])()
+    with pytest.raises(UsageError, match="args is a OnlineDPOConfig, whose trainer does not generate with") as caught:
+        bridge.for_trl(policy, other)
+    assert "GRPOTrainer, RLOOTrainer, DistillationTrainer" in str(caught.value.hint)
+    derived = dataclasses.make_dataclass("GMPOConfig", [], bases=(Config,))()
+    assert isinstance(generation_of(bridge.for_trl(policy, derived)), trl.ServerGeneration)
+
+
+def test_teacher_on_a_server_of_trls_own_is_refused(policy: bridge.Policy) -> None:
+    added = [("use_teacher_server", bool, True), ("teacher_model_kind", str, "live")]
+    with pytest.raises(UsageError, match="SDFTConfig has use_teacher_server=True, which requests"):
+        bridge.for_trl(policy, sub_config("SDFTConfig", added))
+    iw_opd = sub_config("IWOPDConfig", [("use_teacher_server", bool, True)])
+    bridge.for_trl(policy, iw_opd)  # that teacher is another model, on a server of its own
+
+
+def sub_config(name: str, fields: list[tuple[str, type, Any]]) -> Any:
+    """Return a config of this name with further fields and their values."""
+    made = [(field, kind, dataclasses.field(default=value)) for field, kind, value in fields]
+    return dataclasses.make_dataclass(name, made, bases=(Config,))()
+
+
+def test_correction_of_vllms_mismatch_needs_use_vllm(policy: bridge.Policy) -> None:
+    corrected = choices(use_vllm=True, vllm_importance_sampling_mode="token_mask")
+    bridge.for_trl(policy, corrected)
+    assert corrected.vllm_importance_sampling_correction
+    with pytest.raises(UsageError, match=r"vllm_importance_sampling_mode='token_mask', which has no effect") as caught:
+        bridge.for_trl(policy, choices(vllm_importance_sampling_mode="token_mask"))
+    assert "GRPOConfig(use_vllm=True)" in str(caught.value.hint)
+    with pytest.raises(UsageError, match=r"vllm_importance_sampling_correction=True and top_p=0.9: it would compare"):
+        bridge.for_trl(policy, choices(use_vllm=True, top_p=0.9))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -214,8 +325,8 @@ def test_setting_without_effect_is_refused_by_name(policy: bridge.Policy, name: 
 
 
 def test_all_settings_without_effect_are_refused_together(policy: bridge.Policy) -> None:
-    with pytest.raises(UsageError, match=r"use_vllm=True.*vllm_mode='server'|vllm_mode='server'.*use_vllm=True"):
-        bridge.for_trl(policy, choices(use_vllm=True, vllm_mode="server"))
+    with pytest.raises(UsageError, match=r"vllm_mode='server', vllm_server_port=8001, which has no effect"):
+        bridge.for_trl(policy, choices(use_vllm=True, vllm_mode="server", vllm_server_port=8001))
 
 
 @pytest.mark.parametrize(
@@ -278,20 +389,25 @@ def test_completion_may_end_with_the_end_of_turn_token(policy: bridge.Policy) ->
     assert policy.model.generation_config.eos_token_id == [2, 7]
 
 
-def test_image_in_a_trl_prompt_is_refused(policy: bridge.Policy) -> None:
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
-    with pytest.raises(UsageError, match="a prompt has a part of the type 'image'"):
-        bridge.for_trl(policy, choices())["rollout_func"]([prompt], plain_trainer(policy))
+def test_image_is_refused_where_trl_samples(policy: bridge.Policy) -> None:
+    generation = generation_of(bridge.for_trl(policy, choices()))
+    with pytest.raises(UsageError, match=r"a prompt or a tool's result has an image, but .* samples from text only"):
+        generation.generate([[5], [6]], images=[None, ["picture"]], num_generations=1)
 
 
 def answering(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[dict[str, Any]]:
-    """Make the policy sample these texts, one per call, and return a list that records the calls."""
+    """Make the policy sample these texts, one per call and token by token, and return a list that records the calls.
+
+    Each character is a token of its own, except in what `<...>` encloses: tokenizing the text would give other tokens.
+    """
     made: list[dict[str, Any]] = []
 
     def sample(prompts: list[Any], *, n: int, **parameters: Any) -> list[bridge.Group]:
         text = texts[len(made)]
-        made.append({"prompts": prompts, "n": n, **parameters})
-        ids = (*policy.tokenizer(text)["input_ids"], policy.tokenizer.eos_token_id)
+        pieces = re.findall(r"</?tool_call>|.", text, re.DOTALL)
+        ids = tuple(token for piece in pieces for token in policy.tokenizer(piece)["input_ids"])
+        ids = (*ids, policy.tokenizer.eos_token_id)
+        made.append({"prompts": prompts, "n": n, "token_ids": [*ids], **parameters})
         completion = bridge.Completion(
             token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason="stop"
         )  # fmt: skip
@@ -310,7 +426,7 @@ def answering(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, *texts: st
 def test_trl_tools_are_called_and_later_turns_sampled(
     chatting: bridge.Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """TRL renders, calls and masks; each turn after a tool's result is sampled from the server, too."""
+    """TRL renders, calls and masks; it trains on the tokens that the server sampled, and encodes none of them again."""
     from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -345,6 +461,8 @@ def test_trl_tools_are_called_and_later_turns_sampled(
     trainer = GRPOTrainer(
         **bridge.for_trl(chatting, args), args=args, reward_funcs=reward, train_dataset=prompts, tools=[add]
     )
+    loss = Mock(side_effect=trainer._compute_loss)
+    monkeypatch.setattr(trainer, "_compute_loss", loss)
     trainer.train()
     assert added == [(30, 12)] * 2
     assert [message["role"] for message in seen[0]] == ["assistant", "tool", "assistant"]
@@ -354,10 +472,21 @@ def test_trl_tools_are_called_and_later_turns_sampled(
     (prompt,), (whole,) = ([problem["prompt_token_ids"] for problem in sampled["prompts"]] for sampled in (first, then))
     assert '"name": "add"' in chatting.tokenizer.decode(prompt), "the model sees the tool"
     assert whole[: len(prompt)] == prompt
+    assert whole[len(prompt) : len(prompt) + len(first["token_ids"])] == first["token_ids"]
     after = chatting.tokenizer.decode(whole[len(prompt) :])
     assert after.startswith(call)
     assert "42" in after.removeprefix(call)
     assert first["seed"] != then["seed"]
+    assert chatting.tokenizer(call)["input_ids"] != first["token_ids"][:-1], "tokenizing gives other tokens"
+    batch = loss.call_args.args[1]
+    is_real, is_sampled = batch["completion_mask"].bool(), (batch["completion_mask"] * batch["tool_mask"]).bool()
+    for row in range(2):
+        conversation = batch["completion_ids"][row][is_real[row]].tolist()
+        result = whole[len(prompt) + len(first["token_ids"]) :]
+        assert conversation == [*first["token_ids"], *result, *then["token_ids"]]
+        sampled = batch["completion_ids"][row][is_sampled[row]].tolist()
+        assert sampled == [*first["token_ids"], *then["token_ids"]]
+        assert batch["sampling_per_token_logps"][row][is_sampled[row]].unique().tolist() == [-1.0]
     log = trainer.state.log_history[0]
     assert (log["tools/call_frequency"], log["tools/failure_frequency"]) == (1.0, 0.0)
     assert chatting.version == 1, "one step, inside the fence"
@@ -369,25 +498,47 @@ def test_turn_after_a_tool_result_fits_the_servers_limit(
     """TRL counts a tool result as part of the completion, and truncates what follows; the server would refuse it."""
     made = answering(policy, monkeypatch, "first", "short", "long")
     monkeypatch.setattr(policy.mode, "max_model_len", 20)
-    rollouts = bridge.for_trl(policy, choices(max_completion_length=8))["rollout_func"]
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=0), tools=[print], _tokenize_prompts=lambda _: ([[5] * 4] * 3, None, {})
-    )
-    rollouts([[{"role": "user", "content": "a"}]] * 3, trainer)
-    token_ids, logprobs = trainer._generate_single_turn([[5] * 12, [6] * 17, [7] * 20], None, {}, num_generations=1)
-    assert [(len(call["prompts"]), call["max_tokens"]) for call in made] == [(1, 8), (1, 3), (1, 8)]
+    generation = generation_of(bridge.for_trl(policy, choices(max_completion_length=8)))
+    assert generation.llm.llm_engine.model_config.max_model_len == 20
+    generation.sync_weights()
+    generation.generate([[5] * 4] * 3, None, 3)
+    prompts = [[5] * 12, [6] * 17]
+    prompt_ids, token_ids, logprobs, sampled_ids = generation.generate(prompts, None, num_generations=1)
+    assert prompt_ids == prompts
+    assert [(len(call["prompts"]), call["n"], call["max_tokens"]) for call in made] == [(1, 3, 8), (1, 1, 3), (1, 1, 8)]
     assert len({call["seed"] for call in made}) == 3
     texts = [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
-    assert texts == ["long", "short", ""]
+    assert texts == ["long", "short"]
+    assert [[ids for (ids,) in sequence] for sequence in sampled_ids] == token_ids
     assert [len(values) for values in logprobs] == [len(ids) for ids in token_ids]
-    with pytest.raises(UsageError, match=r"a tool returned an image, but .* samples from text only"):
-        trainer._generate_single_turn([[5]], [["picture"]], {}, num_generations=1)
+    assert {value for values in logprobs for (value,) in values} == {-1.0}
+
+
+def test_seeds_of_a_resumed_trainer_are_those_of_an_uninterrupted_one(
+    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, seam: SimpleNamespace
+) -> None:
+    def seeds(first: int, last: int) -> list[list[int]]:
+        made = answering(policy, monkeypatch, *(["a"] * 2 * (last - first)))
+        args = choices()
+        (fence,) = bridge.for_trl(policy, args)["callbacks"]
+        begin(fence, policy, args, step=first)
+        for _ in range(first, last):
+            fence._generation.sync_weights()
+            for _ in range(2):  # two turns of a conversation
+                fence._generation.generate([[5]], None, 1)
+        return [[made[2 * step]["seed"], made[2 * step + 1]["seed"]] for step in range(last - first)]
+
+    whole = seeds(0, 4)
+    assert len({seed for turns in whole for seed in turns}) == 8
+    assert seeds(2, 4) == whole[2:]
+    assert not seam.original.called
 
 
 def test_trainer_with_different_args_is_refused(policy: bridge.Policy) -> None:
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
-    with pytest.raises(UsageError, match=r"GRPOTrainer has different args than bridge\.for_trl"):
+    with pytest.raises(UsageError, match=r"the trainer has different args than bridge\.for_trl") as caught:
         fence.on_init_end(choices(), None, None, model=policy.model)
+    assert caught.value.hint == "GRPOTrainer(**for_trl(policy, args), args=args)"
 
 
 def test_filters_of_the_policy_are_refused(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,11 +561,10 @@ def test_filters_of_the_policy_are_refused(policy: bridge.Policy, monkeypatch: p
 def test_filters_of_the_trainer_reach_the_server(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], sampled_with: dict[str, Any]
 ) -> None:
-    sample = Mock(return_value=[])
-    monkeypatch.setattr(policy, "sample", sample)
-    bridge.for_trl(policy, choices(**changed))["rollout_func"](["a"], plain_trainer(policy))
+    made = answering(policy, monkeypatch, "a")
+    generation_of(bridge.for_trl(policy, choices(**changed))).generate([[5]], None, 1)
     filters = {"top_p", "top_k", "min_p"}
-    assert {name: value for name, value in sample.call_args.kwargs.items() if name in filters} == sampled_with
+    assert {name: value for name, value in made[0].items() if name in filters} == sampled_with
 
 
 def test_off_policy_mask_with_filters_is_refused(policy: bridge.Policy) -> None:
@@ -435,7 +585,8 @@ def test_step_with_a_gradient_that_is_not_finite_is_skipped(
 ) -> None:
     parameters = [*policy.parameters()]
     optimizer = policy.optimizer(lr=1e-3) if own else torch.optim.AdamW(parameters, lr=1e-3)
-    fence = trl.Fence(policy, choices())
+    args = choices()
+    fence = trl.Fence(policy, args, trl.ServerGeneration(policy, args))
 
     def step(value: float) -> None:
         for parameter in parameters:
@@ -467,7 +618,7 @@ def test_parameters_outside_the_servers_memory_are_refused(policy: bridge.Policy
     with pytest.raises(UsageError, match=r"2 of the trainer's parameters .* adapter\.weight"):
         fence.on_init_end(args, None, None, model=policy.model)
     with pytest.raises(UsageError, match="pass neither peft_config nor a different model"):
-        fence.on_train_begin(args, None, None, model=policy.model)
+        fence.on_train_begin(args, SimpleNamespace(global_step=0), None, model=policy.model)
     assert "publish" not in calls(policy)
 
 
@@ -477,9 +628,11 @@ def checkpoint(policy: bridge.Policy) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.usefixtures("seam")
 def test_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files: int) -> None:
     """The trainer uses this method to resume and to load its best checkpoint; vLLM must never serve half of one."""
-    (fence,) = bridge.for_trl(policy, choices())["callbacks"]
+    args = choices()
+    (fence,) = bridge.for_trl(policy, args)["callbacks"]
     names = [*checkpoint(policy)]
     for number in range(num_files):
         assert "pause" not in calls(policy)
@@ -488,7 +641,7 @@ def test_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files:
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert [call for call in calls(policy) if call != "lease"] == ["pause", "publish"]
     assert not any(parameter.any() for parameter in policy.parameters())
-    fence.on_train_begin(None, None, None, model=policy.model)
+    begin(fence, policy, args)
     fence.on_train_end(None, None, None)
 
 
@@ -554,12 +707,17 @@ def test_saved_adapter_is_plain_and_reloads_inside_the_fence(adapted: bridge.Pol
     assert {float(parameter.detach().float().unique()) for parameter in trained.values()} == {0.5}
 
 
-def test_reference_adapter_has_no_separate_scaling(adapted: bridge.Policy) -> None:
+def test_copies_of_the_adapter_have_no_separate_scaling(adapted: bridge.Policy, seam: SimpleNamespace) -> None:
     """TRL copies the adapter, whose B contains the scaling: PEFT's factor would multiply B a second time."""
     args = choices()
     made = bridge.for_trl(adapted, args)
-    made["model"].add_adapter("ref", made["model"].peft_config["default"])
-    made["callbacks"][-1].on_init_end(args, None, None, model=made["model"])
+    model, fence = made["model"], made["callbacks"][-1]
     layers = [module for module in adapted.model.modules() if isinstance(module, LoraLayer)]
     assert layers
+    model.add_adapter("ref", model.peft_config["default"])  # GRPO's, before the callbacks
+    fence.on_init_end(args, None, None, model=model)
     assert all(layer.scaling == {"default": 1.0, "ref": 1.0} for layer in layers)
+    assert seam.trainer.VLLMGeneration(model=model) is fence._generation
+    model.add_adapter("teacher", model.peft_config["default"])  # self-distillation's, when training begins
+    fence.on_step_begin(args, None, None, model=model)
+    assert all(layer.scaling == {"default": 1.0, "ref": 1.0, "teacher": 1.0} for layer in layers)
