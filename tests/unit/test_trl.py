@@ -4,10 +4,12 @@ Not covered: a training run (`tests/cpu/test_trl.py`).
 """
 
 import ast
+import copy
 import dataclasses
 import re
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import distribution
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -490,6 +492,68 @@ def test_trl_tools_are_called_and_later_turns_sampled(
     log = trainer.state.log_history[0]
     assert (log["tools/call_frequency"], log["tools/failure_frequency"]) == (1.0, 0.0)
     assert chatting.version == 1, "one step, inside the fence"
+
+
+MESSAGES = [{"role": "user", "content": "30 + 12?"}]
+ANSWERED = [*MESSAGES, {"role": "assistant", "content": "It is 41."}]
+TRAINERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "RLOO": ("trl.trainer.rloo", {"prompt": MESSAGES}, {"num_generations": 2, "beta": 0.0}),
+    "GMPO": ("trl.experimental.gmpo.gmpo", {"prompt": MESSAGES}, {"num_generations": 2}),
+    "Distillation": ("trl.trainer.distillation", {"prompt": MESSAGES}, {}),
+    "SDFT": ("trl.experimental.sdft.sdft", {"prompt": MESSAGES, "privileged_context": "42"}, {"num_generations": 2}),
+    "SDPO": ("trl.experimental.sdpo.sdpo", {"prompt": MESSAGES}, {"num_generations": 2}),
+    "GOLD": ("trl.experimental.gold.gold", {"messages": ANSWERED}, {"lmbda": 1.0, "max_length": 512}),
+    "IWOPD": ("trl.experimental.iw_opd.iw_opd", {"messages": ANSWERED}, {"max_length": 512}),
+}
+"""Trainer -> its module, a row of its data, and its own settings."""
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_each_trainer_trains_on_the_sampled_tokens(
+    chatting: bridge.Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """One step, inside the fence, whose passes contain the server's tokens as they were sampled."""
+    from datasets import Dataset
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    chatting.tokenizer.pad_token = "<|endoftext|>"
+    path, row, settings = TRAINERS[name]
+    config_of = getattr(import_module(f"{path}_config"), f"{name}Config")
+    trainer_of = getattr(import_module(f"{path}_trainer"), f"{name}Trainer")
+    made = answering(chatting, monkeypatch, *["It is 42."] * 2)
+    args = config_of(
+        str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", max_steps=1, learning_rate=1e-3,
+        per_device_train_batch_size=2, gradient_accumulation_steps=1, max_completion_length=64, save_strategy="no",
+        **settings,
+    )  # fmt: skip
+    given: dict[str, Any] = {"args": args, "train_dataset": Dataset.from_list([row] * 2)}
+    if name in ("Distillation", "GOLD", "IWOPD"):
+        given["teacher_model"] = teacher = copy.deepcopy(chatting.model)
+        teacher.load_state_dict = type(teacher).load_state_dict.__get__(teacher)
+        torch.nn.init.normal_(teacher.model.layers[0].mlp.down_proj.weight, std=0.2)
+    if name in ("RLOO", "GMPO", "SDPO"):
+        given["reward_funcs"] = lambda completions, **_: [float(number % 2) for number, _ in enumerate(completions)]
+    trainer = trainer_of(**bridge.for_trl(chatting, args), **given)
+    passes: list[list[int]] = []
+
+    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        passes.extend((named["input_ids"] if "input_ids" in named else positional[0]).tolist())
+
+    hook = chatting.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    before = [parameter.detach().clone() for parameter in chatting.parameters()]
+    trainer.train()
+    hook.remove()
+    assert chatting.version == 1
+    assert not all(torch.equal(*both) for both in zip(chatting.parameters(), before, strict=True))
+    (prompt,), sampled = made[0]["prompts"], made[0]["token_ids"]
+    assert chatting.tokenizer("It is 42.")["input_ids"] != sampled[:-1], "tokenizing gives other tokens"
+    trained = [*prompt["prompt_token_ids"], *sampled]
+    assert any(contains(ids, trained) for ids in passes)
+    assert made[0]["max_tokens"] == 64
+
+
+def contains(ids: list[int], part: list[int]) -> bool:
+    return any(ids[start : start + len(part)] == part for start in range(len(ids) - len(part) + 1))
 
 
 def test_turn_after_a_tool_result_fits_the_servers_limit(
