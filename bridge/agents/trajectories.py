@@ -19,6 +19,7 @@ from bridge.agents.tool_calls import Call
 from bridge.core.concurrency import gather_or_cancel
 from bridge.core.logs import info_once
 from bridge.errors import RejectedRequestError, RewardError, UsageError
+from bridge.rollouts.chat_template import text_of
 from bridge.rollouts.groups import GroupSampler, Sampled, Servers
 from bridge.rollouts.problems import encode, refuse_images
 from bridge.rollouts.sampler import Sampler
@@ -279,7 +280,7 @@ def as_chat(problem: Problem, added: str = "") -> Problem:
     refuse_images(problem)
     prompt: Any = problem["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    last = {**messages[-1], "content": (messages[-1].get("content") or "") + added}
+    last = {**messages[-1], "content": (text_of(messages[-1].get("content")) or "") + added}
     return cast("Problem", {**problem, "prompt": [*messages[:-1], last]})
 
 

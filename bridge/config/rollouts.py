@@ -26,7 +26,7 @@ TIMED_TOKENS = 4_096
 
 
 SET_BY_BRIDGE = {
-    "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 """Arguments of transformers' `apply_chat_template` that only Bridge sets: they decide what a prompt is made of."""

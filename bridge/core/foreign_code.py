@@ -3,7 +3,6 @@
 import difflib
 import importlib.util
 import inspect
-import json
 import re
 import site
 import sys
@@ -91,13 +90,6 @@ def described(value: object, limit: int = 60) -> str:
         return shortened(repr(value), limit)
     except Exception:  # noqa: BLE001  a foreign __repr__, too deep a nesting, or an integer with too many digits
         return f"a {shortened(type(value).__name__)} that cannot be printed"
-
-
-def surrogate_fault(prompt: Any) -> str:
-    """Return what is wrong with the characters of a prompt (text or messages); empty if it is valid."""
-    text = json.dumps(prompt, ensure_ascii=False, default=str, skipkeys=True)
-    is_broken = LONE_SURROGATE.search(text) is not None
-    return f"{shortened(ascii(prompt))} has half of a surrogate pair, which is not a character" if is_broken else ""
 
 
 def source_file(kind: type) -> str:

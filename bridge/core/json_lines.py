@@ -16,6 +16,8 @@ from bridge.core.foreign_code import described
 
 LONGEST_REPR = 10_000
 """Maximum length of the `repr` written for a value that JSON cannot represent."""
+DEEPEST = 200
+"""Maximum depth at which null values are dropped; Python's recursion ends at 1,000."""
 LONGEST_INTEGER = 14_000
 """Bits of the longest integer that Python writes in decimal."""
 
@@ -48,11 +50,11 @@ def _integer(digits: str) -> int | str:
         return digits
 
 
-def without_nulls(value: Any) -> Any:
-    """Drop keys whose value is null, at any depth, because Parquet gives each object the keys of all others."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+def without_nulls(value: Any, levels: int = DEEPEST) -> Any:
+    """Drop keys whose value is null, down to `levels`, because Parquet gives each object the keys of all others."""
+    if isinstance(value, Mapping) and levels:
+        return {key: without_nulls(item, levels - 1) for key, item in value.items() if item is not None}
+    return [without_nulls(item, levels - 1) for item in value] if isinstance(value, list) and levels else value
 
 
 def append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:

@@ -43,7 +43,7 @@ from bridge.config import LossConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import OptimizerName
 from bridge.core import atomic_folder, paths
 from bridge.core.concurrency import gather_or_cancel
-from bridge.core.foreign_code import described
+from bridge.core.foreign_code import LONE_SURROGATE, described
 from bridge.core.interrupt import deferred_interrupt, taken
 from bridge.core.logs import warn_once
 from bridge.engine.gradients import Given, Gradients, Loss, Passes, checked, refuse_other_logprobs
@@ -531,6 +531,13 @@ class Policy:
         source = chat_template.applied(self.tokenizer.chat_template, has_tools="tools" in chat_template_kwargs)
         if unused := ", ".join(chat_template.unused_arguments(chat_template_kwargs, source)):
             warn_once(logger, f"chat_template_kwargs has no effect: the model's chat template does not use {unused}")
+        named = self.tokenizer.chat_template
+        if unseen := ", ".join(chat_template.unseen_columns(named, whole, chat_template_kwargs)):
+            warn_once(
+                logger,
+                f"the model does not see {unseen} of the prompts: expected a list of objects, chat messages, and a chat"
+                " template that uses it",
+            )
         encoder = Prompts(self.config.model_name, self.tokenizer, chat_template_kwargs, pass_size=self.ranks.pass_size)
         encoded = [
             Encoded(tuple(problem["prompt_token_ids"]), None)
@@ -550,44 +557,58 @@ class Policy:
         return _Request(whole, encoded, sampling, first_seed, self.endpoint, own, prompt_logprobs, self.mode)
 
     def _problem(self, prompt: Prompt) -> Problem:
-        problem: Any = prompt if isinstance(prompt, dict) else {"prompt": prompt}
-        given = problem.get("prompt_token_ids", problem["prompt"])
+        problem: Any = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        has_ids = "prompt_token_ids" in problem
+        given = problem["prompt_token_ids" if has_ids else "prompt"]
         entries = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
-        if isinstance(entries, str):
-            return problem  # type: ignore[no-any-return]
-        if isinstance(entries, bytes) or not isinstance(entries, Sequence):
+        is_text = isinstance(entries, str)
+        is_list = isinstance(entries, Sequence) and not isinstance(entries, str | bytes)
+        are_ids = is_list and all(isinstance(entry, Integral) and not isinstance(entry, bool) for entry in entries)
+        if has_ids and not are_ids:
+            raise UsageError(
+                f"prompt_token_ids is {described(given)}, expected token ids",
+                hint="leave it out, or give the ids of the model's tokenizer: [1, 2, 3]",
+            )
+        if not is_text and not is_list:
             raise UsageError(
                 f"a prompt is {described(given)}, expected text, messages, token ids, or a dictionary with one of them",
                 hint="policy.sample([text]), policy.sample([[1, 2, 3]])",
             )
-        if not all(isinstance(entry, Integral) and not isinstance(entry, bool) for entry in entries):
-            return problem  # type: ignore[no-any-return]  # messages: encoding refuses what they cannot be
+        if is_text:
+            return problem  # type: ignore[no-any-return]
+        if not are_ids:  # messages: encoding refuses what they cannot be
+            messages = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
+            return problem | {"prompt": messages}  # type: ignore[no-any-return]
         ids = [int(entry) for entry in entries]
         if not ids:
             raise UsageError("a prompt has no token ids", hint="give it at least one")
         if min(ids) < 0 or max(ids) >= MOST_IDS:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise UsageError(f"a prompt has the token id {wrong}", hint="give it ids of the model's tokenizer")
-        prompt = problem["prompt"] if "prompt_token_ids" in problem else self.tokenizer.decode(ids)
+        prompt = problem["prompt"] if has_ids else self.tokenizer.decode(ids)
         whole: Problem = problem | {"prompt": prompt, "prompt_token_ids": ids}
         return whole
 
-    def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
+    def encode(self, prompt: Prompt, completion: str, *, weight: float = 1.0) -> Sample:
         """Return a given text as a sample with an advantage of 1, for supervised training.
 
-        The completion ends like a sampled one: after chat messages with the token that ends a turn in the model's chat
-        template, otherwise with the end-of-sequence token. Its log-probabilities are unknown (NaN).
+        The prompt is one for `sample`, without images. The completion ends like a sampled one: after chat messages with
+        the token that ends a turn in the model's chat template, otherwise with the end-of-sequence token. Its
+        log-probabilities are unknown (NaN).
         """
         self._refuse_closed("encode")
+        _refuse_completion(completion)
+        problems.check_prompts([prompt])
+        problem = self._problem(prompt)
         ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
         end = self.tokenizer.eos_token_id
-        if not isinstance(prompt, str) and self._vocabulary.end_id is not None:
+        if not isinstance(problem["prompt"], str) and self._vocabulary.end_id is not None:
             end = self._vocabulary.end_id
         ids += [end] if end is not None else []
         if not ids:
             raise UsageError(f"the completion {completion!r} has no tokens", hint="leave this completion out")
         return Sample(
-            prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
+            prompt_token_ids=tuple(problem.get("prompt_token_ids") or problems.encode(self.tokenizer, problem)),
             token_ids=tuple(ids),
             sampled_logprobs=(math.nan,) * len(ids),
             advantages=(1.0,) * len(ids),
@@ -1448,6 +1469,14 @@ def _refuse_arguments(
         refuse("chat_template_kwargs", chat_template_kwargs, "a dictionary")
     if not isinstance(prompt_logprobs, bool):
         refuse("prompt_logprobs", prompt_logprobs, "True or False")
+
+
+def _refuse_completion(completion: object) -> None:
+    if not isinstance(completion, str) or LONE_SURROGATE.search(completion):
+        raise UsageError(
+            f"policy.encode: completion is {described(completion)}, expected text of valid characters",
+            hint="policy.encode(prompt, text)",
+        )
 
 
 def _refuse_in_flight(call: str, in_flight: object) -> None:

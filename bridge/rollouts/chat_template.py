@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from bridge.config.rollouts import SET_BY_BRIDGE
 from bridge.core import json_lines
-from bridge.core.foreign_code import described, reason_of, shortened
+from bridge.core.foreign_code import LONE_SURROGATE, described, reason_of, shortened
 from bridge.errors import RewardError
 from bridge.types import Message, Problem
 
@@ -100,6 +100,11 @@ def apply_chat_template(
         ) from failures[0]
     names = [str(call["function"].get("name")) for message in messages for call in _calls(message)]
     text = max(texts, key=lambda text: sum(map(text.count, names)))  # the first one with the most calls
+    if LONE_SURROGATE.search(text):
+        raise RewardError(
+            f"the prompt {described(messages)} is rendered with half of a surrogate pair, which is not a character",
+            hint=f"remove it from the problem's {', '.join((*COLUMNS, OWN_ARGUMENTS))}",
+        )
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]] if tokenize else text
 
 
@@ -183,20 +188,24 @@ def _forms(messages: Sequence[Message]) -> list[list[Message]]:
     return forms
 
 
-def as_known(messages: Sequence[Message]) -> list[Message]:
+def as_known(messages: Sequence[Message], *, keeps_parts: bool = False) -> list[Message]:
     """Return the messages in the form that templates support: without null values, and with `developer` as `system`.
 
     A Parquet file gives every message the keys of all messages, and templates only test whether a key exists: null
     values and empty lists of tool calls are dropped. Calls and
     arguments written as JSON text become objects: a template would render the text, or reject it. OpenAI's API writes
-    arguments so, and data sets write calls so if their arguments have different types.
+    arguments so, and data sets write calls so if their arguments have different types. Contents in parts are joined
+    unless `keeps_parts` is set, because most templates of text models render the list itself, drop it, or reject it.
     """
-    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    known: list[Message] = [json_lines.without_nulls(message) for message in messages]
     known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
+    if not keeps_parts:
+        known = [
+            {**message, "content": text_of(message["content"])} if "content" in message else message
+            for message in known
+        ]
     known = [
-        {**message, "tool_calls": _without_json_text(json_lines.without_nulls(message["tool_calls"]))}
-        if "tool_calls" in message
-        else message
+        {**message, "tool_calls": _without_json_text(message["tool_calls"])} if "tool_calls" in message else message
         for message in known
     ]
     known = [
@@ -204,6 +213,14 @@ def as_known(messages: Sequence[Message]) -> list[Message]:
         for message in known
     ]
     return _with_calls(known, call_arguments)
+
+
+def text_of(content: Any) -> Any:
+    """Return the text of a content, whose text parts are joined by line breaks, as vLLM joins them for such templates.
+
+    Source: `_parse_chat_message_content_parts` in vLLM's `chat_utils.py`.
+    """
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def _calls(message: Message) -> list[Any]:
@@ -270,7 +287,8 @@ def arguments(named: Any, problem: Mapping[str, Any], template: Mapping[str, Any
         )
     columns = {name: objects(problem.get(name)) for name in COLUMNS if name in source}
     own = _parsed(problem.get(OWN_ARGUMENTS)) or {}
-    if not isinstance(own, Mapping) or own.keys() & SET_BY_BRIDGE:
+    has_names = isinstance(own, Mapping) and all(isinstance(name, str) for name in own)
+    if not has_names or own.keys() & SET_BY_BRIDGE:
         raise RewardError(
             f"the problem's {OWN_ARGUMENTS} is {described(own)}, expected an object without"
             f" {', '.join(sorted(SET_BY_BRIDGE))}",
@@ -483,19 +501,24 @@ def _of_chat(problem: Problem) -> list[Any]:
 
 
 def _loses_turn(tokenizer: PreTrainedTokenizerBase, problem: Problem, template: Mapping[str, Any]) -> bool:
+    if problem.get("images"):
+        return False
     messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
-    if problem.get("images") or not any(message.get("role") == "assistant" for message in messages):
+    if not any(message.get("role") == "assistant" for message in messages):
         return False
     given = arguments(tokenizer.chat_template, problem, template)
     render = partial(apply_chat_template, tokenizer, tokenize=False, **given)
-    return any(messages[index]["role"] == "assistant" for index in lost(render, messages))
+    try:
+        return any(messages[index]["role"] == "assistant" for index in lost(render, messages))
+    except RewardError:  # the template takes only contents in parts
+        return False
 
 
 def _unseen(tokenizer: PreTrainedTokenizerBase, problem: Problem, template: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of messages whose text the chat template leaves out; `<think>` stands for a thought."""
-    messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
     if problem.get("images"):
         return
+    messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
     marked = [_marked_inside(message, MARKER.format(index)) for index, message in enumerate(messages)]
     if not any(marks for _, marks in marked):
         return
@@ -564,6 +587,17 @@ def _columns(
     others = [name for name in names if name not in {*known, *alike}]
     if others and read is not None:
         yield f"the model does not see the columns {', '.join(map(shortened, others))}; rewards get them"
+
+
+def unseen_columns(named: Any, problems: Sequence[Problem], template: Mapping[str, Any]) -> list[str]:
+    """Return the columns of some problem that the chat template `named` does not get, or does not use."""
+    unseen = dict[str, None]()
+    for problem in problems:
+        source = "" if isinstance(problem["prompt"], str) else applied_to(named, problem, template)
+        of_problem: Mapping[str, Any] = problem
+        given = [name for name in COLUMNS if of_problem.get(name)]
+        unseen |= dict.fromkeys(name for name in given if name not in source or not objects(of_problem[name]))
+    return [*unseen]
 
 
 def _variables(source: str) -> set[str]:

@@ -109,6 +109,7 @@ class Prompts:
     def _with_images(self, problem: Problem) -> Encoded:
         config = self._config
         processor = self._processor
+        problems.check_form(problem)
         text = self._text(problem)
         _check_markers(text, problem, processor)
         read = [image_file.read(path) for path in problem["images"]]
@@ -136,7 +137,7 @@ class Prompts:
 
     def _prompt(self, problem: Problem) -> str | list[Message]:
         prompt = problem["prompt"]
-        return prompt if self._chat_template is not None else problem.get("plain_prompt", prompt)
+        return prompt if self._chat_template is not None else problem.get("plain_prompt") or prompt
 
     @property
     def _chat_template(self) -> str | dict[str, str] | None:
@@ -154,7 +155,7 @@ class Prompts:
                 "the environment's prompts are chat messages, but the model has no chat template",
                 hint="write the prompts as text, or use a model with a chat template",
             )
-        messages = [*_in_parts(chat_template.as_known(prompt), problem)]
+        messages = [*_in_parts(chat_template.as_known(prompt, keeps_parts=True), problem)]
         given = chat_template.arguments(self._chat_template, problem, self._template)
         source = chat_template.applied(self._chat_template, has_tools="tools" in given)
         render = partial(

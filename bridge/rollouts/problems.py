@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.core.foreign_code import described, surrogate_fault
+from bridge.core.foreign_code import described
+from bridge.core.problem_form import problem_fault
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts import chat_template
-from bridge.types import Environment, Problem
+from bridge.types import Environment, Message, Problem
 
 WINDOW = 4096
 """Size of the shuffle buffer. A list is in memory anyway, and is shuffled as a whole."""
@@ -67,14 +68,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
         RewardError: the prompt cannot be encoded, or the template drops one of its messages.
     """
     refuse_images(problem)
+    check_form(problem)
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
-        prompt = problem.get("plain_prompt", prompt)
-    if fault := surrogate_fault(prompt):
-        raise RewardError(
-            f"the prompt {fault}",
-            hint="remove it from the problem, for example with prompt.encode(errors='ignore').decode()",
-        )
+        prompt = problem.get("plain_prompt") or prompt
     if isinstance(prompt, str):
         ids = begun(tokenizer, prompt)
     elif tokenizer.chat_template is None:
@@ -83,16 +80,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
             hint="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
         )
     else:
-        messages = chat_template.as_known(prompt)
         given = chat_template.arguments(tokenizer.chat_template, problem, template)
-        render = partial(chat_template.apply_chat_template, tokenizer, **given)
-        ids = render(messages, tokenize=True)
-        chat_template.refuse_lost(partial(render, tokenize=False), messages)
+        messages = chat_template.as_known(prompt)
+        in_parts = chat_template.as_known(prompt, keeps_parts=True)
+        try:
+            ids = _rendered(tokenizer, messages, given)
+        except RewardError:
+            if in_parts == messages:
+                raise
+            ids = _rendered(tokenizer, in_parts, given)  # templates of models for images may take only parts
     if not ids:
         raise RewardError(
             f"the prompt {described(prompt)} has no tokens", hint="give every problem a prompt of at least one token"
         )
     return tuple(ids)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], given: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of messages. RewardError: the template rejects them, or drops one."""
+    render = partial(chat_template.apply_chat_template, tokenizer, **given)
+    ids: list[int] = render(messages, tokenize=True)
+    chat_template.refuse_lost(partial(render, tokenize=False), messages)
+    return ids
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -116,6 +125,15 @@ def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     before = ids[:num_before]
     rest = ids[num_before:]
     return rest if rest[:num_before] == before else ids
+
+
+def check_form(problem: Problem) -> None:
+    """Raise RewardError if a problem's prompt or images do not have the right form; image files are not opened."""
+    if fault := problem_fault(problem, opens_images=False):
+        raise RewardError(
+            f"a problem cannot be used: {fault}",
+            hint="write its prompt as text, or as messages such as [{'role': 'user', 'content': '3+4='}]",
+        )
 
 
 def refuse_images(problem: Problem) -> None:

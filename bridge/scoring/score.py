@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Complex, Real
 from pathlib import Path
 from typing import Any, Protocol, Self, SupportsFloat, SupportsIndex
 
@@ -186,7 +187,9 @@ def limit_note(value: object) -> str:
 
 def as_reward(value: object) -> float | None:
     """Return a valid reward as a float; None for text, NaN, infinity, and numbers larger than `LARGEST`."""
-    if not isinstance(value, SupportsFloat | SupportsIndex):  # text is refused: "1.0" is a bug of the environment
+    is_text = isinstance(value, str | bytes)  # "1.0" is a bug of the environment, also as NumPy's text
+    is_complex = isinstance(value, Complex) and not isinstance(value, Real)  # NumPy drops the imaginary part
+    if is_text or is_complex or not isinstance(value, SupportsFloat | SupportsIndex):
         return None
     try:
         as_float = float(value)

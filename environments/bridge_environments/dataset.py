@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, cast
 
 from bridge.core import json_lines, paths
 from bridge.core.foreign_code import reason_of, shortened
+from bridge.core.problem_form import problem_fault
 from bridge.errors import RewardError, UsageError, first_few
 from bridge.types import Problem
-from bridge_environments.environment_checks import problem_fault
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SUFFIXES = (".jsonl", ".json", ".parquet")

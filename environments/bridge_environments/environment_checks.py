@@ -9,8 +9,10 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from enum import Enum
 from itertools import islice
+from numbers import Rational, Real
 from types import UnionType
 from typing import (
     Any,
@@ -26,8 +28,8 @@ from typing import (
 )
 
 from bridge.agents.tools import names as tool_names
-from bridge.core import image_file
-from bridge.core.foreign_code import foreign_code, is_async, shortened, source_file, surrogate_fault
+from bridge.core.foreign_code import described, foreign_code, is_async, source_file
+from bridge.core.problem_form import problem_fault
 from bridge.errors import RewardError
 from bridge.types import Interaction, Problem
 
@@ -279,72 +281,14 @@ def answer_fault(problem: Any) -> str:
     if "answer" not in problem:
         return "has no answer"
     answer = problem["answer"]
-    is_invalid_number = isinstance(answer, bool) or (isinstance(answer, float) and not math.isfinite(answer))
-    if is_invalid_number or not isinstance(answer, str | int | float):
-        return f"has the answer {shortened(repr(answer))}, expected text or a number"
-    return "" if str(answer).strip() else "has an empty answer"
-
-
-def problem_fault(problem: object, *, opens_images: bool = True) -> str:
-    """Return what is wrong with `problem`; empty if it is valid. Only the beginning of each image file is read."""
-    if not isinstance(problem, dict):
-        return f"found {shortened(repr(problem))} of type {type(problem).__name__}, expected a dict with a prompt"
-    if "prompt" not in problem:
-        return f"no prompt, found the keys {shortened(list(problem))}"
-    prompt = problem["prompt"]
-    images = problem.get("images")
-    if isinstance(prompt, str):
-        return (_text_fault(prompt) or images_fault(images, opens=opens_images)) if prompt else "its prompt is empty"
-    has_images = bool(images)
-    if not isinstance(prompt, list) or not prompt or not all(_is_message(message, has_images) for message in prompt):
-        parts = "; with images, content may be parts {'type': 'text', 'text': text} and {'type': 'image'}"
-        expected = f"text or messages {{'role': text, 'content': text}}{parts if has_images else ''}"
-        return f"its prompt is {shortened(repr(prompt))}, expected {expected}"
-    fault = _text_fault(prompt) or images_fault(images, opens=opens_images)
-    return fault or (_image_parts_fault(prompt, len(problem["images"])) if has_images else "")
-
-
-def _text_fault(prompt: Any) -> str:
-    fault = surrogate_fault(prompt)
-    return fault and f"its prompt {fault}"
-
-
-def _image_parts_fault(messages: list[Any], num_images: int) -> str:
-    """Return what is wrong with the image parts in messages; empty if each image has one, or there are none at all."""
-    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    num_places = sum(part["type"] == "image" for part in parts)
-    if num_places:
-        return "" if num_places == num_images else f"its messages have {num_places} image parts for {num_images} images"
-    if any(message["role"] == "user" for message in messages):
-        return ""
-    return "it has images, but neither a user message to add them to nor parts {'type': 'image'}"
-
-
-def _is_message(message: object, has_images: bool) -> bool:
-    """Return whether `message` is a chat message; with images, its content may be a list of parts.
-
-    A turn with tool calls may have no content.
-    """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    content = message.get("content")
-    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        return True
-    return isinstance(content, str) or (has_images and isinstance(content, list) and all(map(_is_part, content)))
-
-
-def _is_part(part: object) -> bool:
-    is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    return is_text or part == {"type": "image"}
-
-
-def images_fault(images: object, *, opens: bool = True) -> str:
-    """Return what is wrong with a problem's images, and with their files if `opens` is set; empty if they are valid."""
-    if not images:
-        return ""
-    if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
-        return f"its images are {shortened(repr(images))}, expected a list of paths"
-    return next((fault for path in images if opens and (fault := image_file.fault(path))), "")
+    if isinstance(answer, str):
+        return "" if answer.strip() else "has an empty answer"
+    if isinstance(answer, Decimal):
+        is_valid = answer.is_finite()
+    else:
+        is_valid = isinstance(answer, Real) and not isinstance(answer, bool)
+        is_valid = is_valid and (isinstance(answer, Rational) or math.isfinite(answer))
+    return "" if is_valid else f"has the answer {described(answer)}, expected text or a number"
 
 
 def _refuse(name: str, fault: str, hint: str) -> NoReturn:

@@ -14,7 +14,7 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -110,8 +110,8 @@ def exact(problem: Problem, completion: str) -> float:
     """
     answer = problem["answer"]
     given = completion.strip()
-    is_whole = isinstance(answer, float) and answer.is_integer()
-    return float(given == str(answer).strip() or (is_whole and given == f"{answer:.0f}"))
+    is_whole = not isinstance(answer, str) and answer == int(answer)
+    return float(given == str(answer).strip() or (is_whole and given == str(int(answer))))
 
 
 def equal(problem: Problem, completion: str) -> float:
@@ -265,13 +265,13 @@ def _own(name: str, weight: float) -> Reward:
         raise
     except (TypeError, ValueError) as error:  # ValueError: a function written in C without a signature
         raise UsageError(f"reward {name} cannot be called with (problem, completion): {error}", hint=hint) from error
+    location = f"{Path(code.co_filename).name} line {code.co_firstlineno}" if code else Path(path).name
     if "completions" in parameters:
         _check_given(name, parameters)
-        score = _of_lists(score, parameters)
+        score = _of_lists(f"reward {title}", location, score, parameters)
     elif "solution_str" in parameters:
         _check_verl(name, parameters)
         score = _of_verl(score, parameters)
-    location = f"{Path(code.co_filename).name} line {code.co_firstlineno}" if code else Path(path).name
     return Reward(name=title, weight=weight, score=score, location=location)
 
 
@@ -341,7 +341,7 @@ def _of_verl(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Scor
     return score
 
 
-def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Score:
+def _of_lists(name: str, location: str, function: Any, parameters: Mapping[str, inspect.Parameter]) -> Score:
     """Wrap a function in TRL's form, which takes lists of prompts and completions, and a list per column."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
@@ -350,8 +350,15 @@ def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Sco
         given: dict[str, Any] = {**problem, "prompts": problem["prompt"]}
         given["completions"] = [{"role": "assistant", "content": completion}] if is_chat else completion
         wanted = given.keys() - {"prompt"} if takes_all else given.keys() & parameters.keys()
-        (value,) = function(**{key: [given[key]] for key in wanted})
-        return value
+        rewards = function(**{key: [given[key]] for key in wanted})
+        is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str | bytes)
+        if not (is_list or getattr(rewards, "ndim", 0) == 1) or len(rewards) != 1:
+            raise RewardError(
+                f"{name} returned {described(rewards)}, expected a list with one reward, since it got one completion"
+                f" ({location})",
+                hint="return a list with one number for each completion, as for TRL",
+            )
+        return rewards[0]
 
     return score
 

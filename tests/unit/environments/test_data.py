@@ -468,7 +468,7 @@ def test_invalid_images_are_reported_row_by_row(write: Write, tmp_path: Path) ->
     assert f"line 1 is not a problem: there is no image {tmp_path}/missing.png; line 2" in message
     assert f"the image {tmp_path}/broken.png cannot be read: cannot identify image file" in message
     assert "line 3 is not a problem: its images are 'a.png', expected a list of paths" in message
-    assert "line 4 is not a problem: its prompt is" in message
+    assert "line 4 is not a problem: message 1 of its prompt is" in message
 
 
 def test_messages_may_contain_image_markers(write: Write, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_turn_with_calls_may_have_no_content(tmp_path: Path, turn: dict[str, Any
 def test_other_turn_has_content(tmp_path: Path, turn: dict[str, Any]) -> None:
     prompt = [{"role": "user", "content": "hi"}, turn, {"role": "user", "content": "hi"}]
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "x"}])
-    with pytest.raises(RewardError, match="is not a problem: its prompt is"):
+    with pytest.raises(RewardError, match="is not a problem: message 2 of its prompt is"):
         rows_of(tmp_path / "rows.jsonl")
 
 

@@ -270,8 +270,8 @@ def test_class_without_the_environments_methods_is_refused(write: Write, body: s
         ("{'prompt': 7}", "its prompt is 7"),
         ("{'prompt': ''}", "its prompt is empty"),
         ("{'prompt': []}", "its prompt is []"),
-        ("{'prompt': ['hi']}", "its prompt is ['hi']"),
-        ("{'prompt': [{'role': 'user'}]}", "its prompt is [{'role': 'user'}]"),
+        ("{'prompt': ['hi']}", "message 1 of its prompt is 'hi'"),
+        ("{'prompt': [{'role': 'user'}]}", "message 1 of its prompt is {'role': 'user'}"),
     ],
 )
 def test_invalid_problem_is_named_by_its_index(write: Write, bad: str, message: str) -> None:

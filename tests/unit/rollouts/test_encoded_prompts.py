@@ -210,12 +210,11 @@ def test_default_of_named_templates_renders_images(model: Path, tmp_path: Path, 
 def test_turn_without_content_is_allowed_with_images(model: Path, tmp_path: Path, processor: Processor) -> None:
     processor.chat_template = TEMPLATE
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
-    turns: Any = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "content": None}]
-    for turn in turns:
-        prompt, _ = encode(
-            model, [{"role": "user", "content": "q"}, turn, {"role": "user", "content": "r"}], file(tmp_path, "a.png")
-        )
-        assert AutoTokenizer.from_pretrained(model).decode(prompt).endswith("q;assistant:;user:r;")
+    turn: Any = {"role": "assistant", "content": None, "tool_calls": [call]}
+    prompt, _ = encode(
+        model, [{"role": "user", "content": "q"}, turn, {"role": "user", "content": "r"}], file(tmp_path, "a.png")
+    )
+    assert AutoTokenizer.from_pretrained(model).decode(prompt).endswith("q;assistant:;user:r;")
 
 
 def test_misfitting_image_inputs_are_refused(model: Path, tmp_path: Path, processor: Processor) -> None:

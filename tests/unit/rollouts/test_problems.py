@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from bridge.core.problem_form import problem_fault
 from bridge.errors import RewardError
 from bridge.rollouts.problems import WINDOW, encode, endless, held_out
 from bridge.types import Message, Problem
 from bridge.weights import skeleton
-from bridge_environments.environment_checks import problem_fault
 from tests.models import tiny
 
 PROBLEMS: list[Problem] = [{"prompt": str(number)} for number in range(20)]
@@ -166,7 +166,7 @@ def test_template_arguments_are_passed_to_the_template(
 
 @pytest.mark.parametrize("prompt", ["1+\ud800=", [{"role": "user", "content": "1+\ud800="}]])
 def test_lone_surrogate_in_a_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
-    with pytest.raises(RewardError, match=r"the prompt .*ud800.* has half of a surrogate pair"):
+    with pytest.raises(RewardError, match=r"its prompt .*ud800.* has half of a surrogate pair"):
         encode(tokenizer, {"prompt": prompt})
 
 
@@ -198,6 +198,9 @@ def test_messages_rejected_by_the_template_are_a_reward_error(
     assert "\n" not in caught.value.message
 
 
-def test_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(RewardError, match="no tokens"):
+        encode(tokenizer, {"prompt": [{"role": "user", "content": ""}]})
+    with pytest.raises(RewardError, match="its prompt is empty"):
         encode(tokenizer, {"prompt": ""})

@@ -59,7 +59,7 @@ def test_every_kind_of_number_becomes_a_float(value: Any) -> None:
     "value",
     [
         *(float("nan"), float("inf"), -float("inf"), np.float32("nan"), None, "1.0", {1.0}, np.ones(2), 1j),
-        (1.0, {}),
+        *((1.0, {}), np.str_("1.0"), np.bytes_(b"1.0"), np.complex64(1 + 2j), np.complex128(1)),
     ],
 )
 def test_anything_but_a_finite_number_is_a_failed_score(value: Any) -> None:
