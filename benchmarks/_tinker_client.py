@@ -58,15 +58,16 @@ def train(url: str, model: Path, work: Work, rank: int, lines: TextIO) -> None:
         stepped = training.optim_step(types.AdamParams(learning_rate=1e-5))
         passes.result()
         metrics = stepped.result().metrics or {}
+        pause_s, write_s, publish_s = (metrics[f"fence_{part}_s:mean"] for part in ("pause", "write", "publish"))
         trained = time.perf_counter()
         sampler = training.save_weights_and_get_sampling_client().result()
         saved = time.perf_counter()
         line = {
             "rollout_s": sampled - started,
-            "train_s": trained - sampled,
-            "fence_pause_s": 0.0,
-            "fence_write_s": metrics.get("fence_write_s:mean", 0.0),
-            "fence_publish_s": saved - trained,
+            "train_s": trained - sampled - pause_s - write_s - publish_s,
+            "fence_pause_s": pause_s,
+            "fence_write_s": write_s,
+            "fence_publish_s": publish_s + saved - trained,  # from then on the new weights are sampled
             "peak_memory_gib": 0.0,
             "step_s": saved - started,
             "ended": time.time(),

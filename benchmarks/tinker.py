@@ -27,7 +27,7 @@ from benchmarks._tinker import BASE, MOST_ADAPTERS
 from bridge.core.address import free_port
 from bridge.processes import children
 
-PARTS = ("rollout_s", "train_s", "fence_publish_s")
+PARTS = ("rollout_s", "train_s", "fence_pause_s", "fence_write_s", "fence_publish_s")
 
 
 def main() -> None:

@@ -340,7 +340,7 @@ class Trainer(ABC):
         metrics = {
             "unclipped_grad_l2:mean": stepped.grad_norm, "changed_weight_share:mean": stepped.changed_weight_share,
             "fence_pause_s:mean": stepped.times.pause_s, "fence_write_s:mean": stepped.times.write_s,
-            "weight_version:max": float(stepped.version),
+            "fence_publish_s:mean": stepped.times.publish_s, "weight_version:max": float(stepped.version),
         }  # fmt: skip
         return {"metrics": metrics}
 
