@@ -33,7 +33,7 @@ which is computed once (`distinct`).
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress, islice, pairwise, repeat
+from itertools import chain, compress, islice, pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -237,7 +237,9 @@ def packs(
 def _order(sample: Sample) -> tuple[object, ...]:
     """Return a sort key: the length, then all other training data, so that ties do not depend on the input order."""
     tokens = *sample.prompt, sample.token_ids, sample.sampled or ()
-    logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN cannot be sorted
+    logprobs = sample.sampled_logprobs
+    if any(map(math.isnan, logprobs)):  # NaN cannot be sorted
+        logprobs = tuple([0.0 if math.isnan(value) else value for value in logprobs])
     targets = sample.num_targets, sample.targets, sample.target_weights
     return (
         sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts, *targets,
@@ -277,57 +279,53 @@ class _Layout:
         groups = [[samples[index] for index in group] for group in indices]
         self.samples = [*chain.from_iterable(groups)]
         self._tokens = list[int]()
-        self._positions = list[int]()
-        self._keys = list[int]()
+        self._positions = list[NDArray[np.int64]]()
+        self._keys = list[NDArray[np.int64]]()
         self._starts = [0]
         self._key_starts = [0]
         self.experts_TX = _no_experts(groups)  # NumPy: torch would use all threads, 8 ms per sample
         self.images = Gathered() if any(sample.images for sample in self.samples) else None
-        rows = self._rows(groups)
-        keys = self._keys if shares else []
+        rows_N = np.concatenate(self._rows(groups))
+        keys_U = np.concatenate(self._keys) if shares else np.zeros(0, dtype=np.int64)
         repeats = any(len(group) > 1 and any(sample.num_prompt_rows for sample in group) for group in groups)
-        targets = [token for sample in self.samples for token in _first_targets(sample)]
+        targets_N = np.array([*chain.from_iterable(map(_first_targets, self.samples))], dtype=np.int64)
         self.width = max(1, *(sample.num_targets for sample in self.samples)) if has_several else 0
         several = [_filled(sample, self.width) for sample in self.samples] if has_several else []
         counts = [sample.num_trained for sample in self.samples]
         is_filtered = any(sample.kept for sample in self.samples)
         kept = [sample.kept or [KEEP_ALL] * sample.num_trained for sample in self.samples] if is_filtered else []
-        self.integers = [
-            torch.from_numpy(np.array(values, dtype=np.int64))  # torch.tensor takes four times as long
-            for values in (self._tokens, self._positions, self._starts, self._key_starts, keys, rows, targets)
-        ]
-        self.integers.append(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
-        ids_NK = np.concatenate([ids for ids, _ in several]) if has_several else np.array(targets)
-        ids_NK = ids_NK.reshape(len(rows), -1)
+        integers = [
+            *(np.array(values, dtype=np.int64) for values in (self._tokens, self._starts, self._key_starts)),
+            np.concatenate(self._positions), keys_U, rows_N, targets_N, np.repeat(np.arange(len(counts)), counts),
+        ]  # fmt: skip
+        ids_NK = np.concatenate([ids for ids, _ in several]) if has_several else targets_N
+        ids_NK = ids_NK.reshape(len(rows_N), -1)
         self.has_distinct = repeats
         if repeats:
-            chosen = _distinct(np.array(rows), ids_NK, [*chain.from_iterable(kept)])
-            self.integers += [torch.from_numpy(each) for each in chosen]
-        self.integers += [torch.from_numpy(ids_NK.ravel())] if has_several else []
-        self.floats = [
-            torch.from_numpy(np.array(list(chain.from_iterable(values)), dtype=np.float32))
-            for values in (
-                (sample.sampled_logprobs for sample in self.samples),
-                (sample.advantages for sample in self.samples),
-                (repeat(sample.weight, sample.num_trained) for sample in self.samples),
-                ((threshold for threshold, _ in of_sample) for of_sample in kept),
-                ((count for _, count in of_sample) for of_sample in kept),
-            )
+            integers += _distinct(rows_N, ids_NK, [*chain.from_iterable(kept)])
+        integers += [ids_NK.ravel()] if has_several else []
+        self.integers = [torch.from_numpy(values) for values in integers]  # torch.tensor takes four times as long
+        floats = [
+            np.array([*chain.from_iterable(sample.sampled_logprobs for sample in self.samples)], dtype=np.float32),
+            np.array([*chain.from_iterable(sample.advantages for sample in self.samples)], dtype=np.float32),
+            np.repeat(np.array([sample.weight for sample in self.samples], dtype=np.float32), counts),
+            *np.array([*chain.from_iterable(kept)], dtype=np.float32).reshape(-1, 2).T,
         ]
-        self.floats += [torch.from_numpy(np.concatenate([weights for _, weights in several]))] if has_several else []
-        assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))
+        floats += [np.concatenate([weights for _, weights in several])] if has_several else []
+        self.floats = [torch.from_numpy(values) for values in floats]
+        assert len(rows_N) == len(targets_N) == len(floats[0]) == len(floats[1]), (len(rows_N), len(targets_N))
         starts = self._starts, self._key_starts
         queries, keys = ([end - begin for begin, end in pairwise(of_spans)] for of_spans in starts)
         self.lengths = list(zip(queries, keys, strict=True))
         self.longest = max(queries)
         self.longest_keys = max(keys)
 
-    def _rows(self, groups: Sequence[Sequence[Sample]]) -> list[int]:
+    def _rows(self, groups: Sequence[Sequence[Sample]]) -> list[NDArray[np.int64]]:
         """Lay out all spans and return the indices of tokens that predict a sampled token, sample after sample.
 
         Shared prompts come first: spans of equal length are then neighbors, and computed in one block.
         """
-        rows = list[int]()
+        rows = list[NDArray[np.int64]]()
         shared = [self._add(group[0].prompt_token_ids) if len(group) > 1 else None for group in groups]
         for group, prompt in zip(groups, shared, strict=True):
             if prompt is not None:
@@ -343,8 +341,11 @@ class _Layout:
                     own = self._add(sample.token_ids, prompt)
                     self._take_others(sample, own, len(prompt))
                     predicting = prompt
-                rows += predicting[len(predicting) - 1 - sample.num_prompt_rows : -1]
-                rows += of_sampled([predicting[-1], *own[:-1]], sample.sampled)
+                last = predicting[-1]
+                rows.append(np.arange(last - sample.num_prompt_rows, last))
+                of_tokens = np.concatenate([[last], np.arange(own.start, own.stop - 1)])
+                is_sampled = slice(None) if sample.sampled is None else np.array(sample.sampled, dtype=bool)
+                rows.append(of_tokens[is_sampled])
         return rows
 
     def _take_others(self, sample: Sample, indices: range, first: int) -> None:
@@ -359,10 +360,10 @@ class _Layout:
         """Append a span that attends to `prompt` and itself; return its indices."""
         added = range(len(self._tokens), len(self._tokens) + len(tokens))
         self._tokens += tokens
-        self._positions += range(len(prompt), len(prompt) + len(tokens))
-        self._keys += (*prompt, *added)
+        self._positions.append(np.arange(len(prompt), len(prompt) + len(tokens)))
+        self._keys += [np.arange(indices.start, indices.stop) for indices in (prompt, added)]
         self._starts.append(len(self._tokens))
-        self._key_starts.append(len(self._keys))
+        self._key_starts.append(self._key_starts[-1] + len(prompt) + len(tokens))
         return added
 
 
@@ -411,7 +412,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
     floats = _to_device([tensor for layout in layouts for tensor in layout.floats], device)
     batches = []
     for layout in layouts:
-        tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
+        tokens_T, starts_S1, key_starts_S1, positions_T, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
         distinct = Distinct(*islice(integers, 2)) if layout.has_distinct else None
         ids = next(integers).view(-1, layout.width) if layout.width else None
         sampled_logprobs_N, advantages_N, weights_N, thresholds_N, counts_N = islice(floats, 5)
