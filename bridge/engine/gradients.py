@@ -7,7 +7,7 @@ X: nothing, or K.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, filterfalse
 from numbers import Integral, Real
 from typing import Any
 
@@ -237,7 +237,7 @@ def _fault(sample: Sample, num_words: int) -> str:
     for name in ("sampled_logprobs", "advantages", "kept"):
         if (length := len(getattr(sample, name))) != num_sampled and (length or name != "kept"):
             return f"has {num_sampled} sampled tokens and {length} {name}"
-    if wrong := next((value for value in sample.advantages if not math.isfinite(value)), None):
+    if wrong := next(filterfalse(math.isfinite, sample.advantages), None):
         return f"has an advantage of {wrong}, expected a finite number"
     weight: Any = sample.weight
     if not isinstance(weight, Real) or math.isnan(weight):
@@ -247,8 +247,9 @@ def _fault(sample: Sample, num_words: int) -> str:
     targets: Any = sample.targets
     flat = [*chain.from_iterable(targets)] if sample.num_targets else targets
     ids = *sample.prompt_token_ids, *sample.token_ids, *flat
-    if min(ids) < 0 or max(ids) >= num_words:
-        wrong_id = min(ids) if min(ids) < 0 else max(ids)
+    lowest, highest = min(ids), max(ids)
+    if lowest < 0 or highest >= num_words:
+        wrong_id = lowest if lowest < 0 else highest
         return f"has the token id {wrong_id}, but the model has only {num_words:,} embeddings"
     if len(sample.experts) % (2 * (sample.num_tokens - 1)):
         return f"has {len(sample.experts)} bytes of experts for {sample.num_tokens} tokens"
@@ -263,7 +264,9 @@ def _fault_of_targets(sample: Sample, num_sampled: int) -> str:
         return "has target_weights but no targets" if weights else ""
     if len(targets) != num_sampled:
         return f"has {num_sampled} sampled tokens and {len(targets)} targets"
-    counts = sorted({len(of_token) if isinstance(of_token, tuple) else 0 for of_token in targets})
+    counts = [0]
+    if any(issubclass(kind, tuple) for kind in {*map(type, targets)}):
+        counts = sorted({len(of_token) if isinstance(of_token, tuple) else 0 for of_token in targets})
     if len(counts) > 1 or (counts == [0] and isinstance(targets[0], tuple)):
         return f"has between {counts[0]} and {counts[-1]} targets per token, expected the same number for each token"
     if not weights:
