@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -301,21 +302,19 @@ class Trainer(ABC):
             if fault := _fault(datum, request.loss_fn, needed, longest):
                 raise UsageError(f"datum {number} {fault}", hint=f"{request.loss_fn} needs {', '.join(needed)}")
         has_several = any(datum.inputs["target_tokens"].ndim > 1 for datum in data)
-        samples = [_sample(datum, has_several=has_several) for datum in data]
-        loss = _Loss(data, ratios, config)
+        counted = [_counted(datum) for datum in data]
+        samples = [
+            _sample(datum, counted_N, has_several=has_several) for datum, counted_N in zip(data, counted, strict=True)
+        ]
+        loss = _Loss(data, ratios, config, self.policy.device)
         compute = self.policy.forward if request.is_forward else self.policy.forward_backward
         computed = compute(samples, loss)
         if not request.is_forward:
-            model.tally.add(
-                computed.metrics,
-                num_tokens=sum(int(_counted(datum).sum()) for datum in data),
-                num_known=sum(not math.isnan(value) for one in samples for value in one.sampled_logprobs),
-            )
-        logprobs = [
-            found.cpu().numpy().reshape(datum.inputs["target_tokens"].shape)
-            for found, datum in zip(computed.logprobs, data, strict=True)
-        ]
-        return logprobs, {"loss:sum": computed.metrics["loss"]}
+            num_tokens = sum(int(counted_N.sum()) for counted_N in counted)
+            num_known = 0 if ratios is None else num_tokens  # a token counts if it has an advantage
+            model.tally.add(computed.metrics, num_tokens=num_tokens, num_known=num_known)
+        shapes = [datum.inputs["target_tokens"].shape for datum in data]
+        return _on_host(computed.logprobs, shapes), {"loss:sum": computed.metrics["loss"]}
 
     def step(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Take a step with the gradients, and publish it."""
@@ -407,27 +406,40 @@ class Trainer(ABC):
 class _Loss:
     """The loss of one request, for the micro-batches that its data become."""
 
-    def __init__(self, data: Sequence[Datum], ratios: LossFunction | None, config: Config) -> None:
+    def __init__(
+        self, data: Sequence[Datum], ratios: LossFunction | None, config: Config, device: torch.device
+    ) -> None:
         self._data = data
         self._ratios = ratios
         self._config = config
+        self._device = device
 
     def __call__(self, logprobs_NX: Tensor, batch: MicroBatch) -> Tensor:
         if self._ratios is None:
             if batch.several is not None:
                 return cross_entropy(logprobs_NX, batch.several.weights_NK)
-            return cross_entropy(logprobs_NX, self._input("weights", batch, logprobs_NX))
-        sampled_N, advantages_N = (self._input(name, batch, logprobs_NX) for name in ("logprobs", "advantages"))
+            return cross_entropy(logprobs_NX, self._input("weights", batch))
+        sampled_N, advantages_N = (self._input(name, batch) for name in ("logprobs", "advantages"))
         has_mask = "sequence_ratio_mask" in self._ratios.inputs
-        mask_N = self._input("sequence_ratio_mask", batch, logprobs_NX) if has_mask else torch.ones_like(sampled_N)
+        mask_N = self._input("sequence_ratio_mask", batch) if has_mask else torch.ones_like(sampled_N)
         rows = Rows(logprobs_NX, sampled_N, advantages_N, mask_N, batch.sequences_N)
         return self._ratios.compute(rows, self._config)
 
-    def _input(self, name: str, batch: MicroBatch, like: Tensor) -> Tensor:
-        """Return an input of all rows; weights that a datum lacks are 1."""
-        of_data = [self._data[index] for index in batch.indices]
-        arrays = [datum.inputs.get(name, np.ones(len(datum.tokens))) for datum in of_data]
-        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(like.device)
+    def _input(self, name: str, batch: MicroBatch) -> Tensor:
+        """Return an input of all rows."""
+        of_data = self._inputs[name]
+        return torch.cat([of_data[index] for index in batch.indices])
+
+    @cached_property
+    def _inputs(self) -> Mapping[str, Sequence[Tensor]]:
+        """Name -> the input of each datum, on the device after one transfer; weights that a datum lacks are 1."""
+        names = ("weights",) if self._ratios is None else self._ratios.inputs
+        arrays = [datum.inputs.get(name, np.ones(len(datum.tokens))) for name in names for datum in self._data]
+        joined = torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(self._device)
+        split = joined.split([len(values) for values in arrays])
+        return {
+            name: split[number * len(self._data) : (number + 1) * len(self._data)] for number, name in enumerate(names)
+        }
 
 
 def _with_only(datum: Datum, names: Collection[str]) -> Datum:
@@ -460,6 +472,13 @@ def _fault(datum: Datum, loss: str, needed: Sequence[str], longest: int | None) 
     return ""
 
 
+def _on_host(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+    """Copy tensors from the device in one transfer, and reshape them."""
+    joined = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+    split = joined.split([tensor.numel() for tensor in tensors])
+    return [values.numpy().reshape(shape) for values, shape in zip(split, shapes, strict=True)]
+
+
 def _counted(datum: Datum) -> NDArray[np.bool_]:
     """Return which positions count for the loss."""
     length = len(datum.tokens)
@@ -479,7 +498,7 @@ def _sampled_logprobs(datum: Datum) -> tuple[float, ...]:
     return tuple(sampled.astype(float).tolist())
 
 
-def _sample(datum: Datum, *, has_several: bool) -> Sample:
+def _sample(datum: Datum, counted_N: NDArray[np.bool_], *, has_several: bool) -> Sample:
     """Return a datum as passes take it: every position is a row, and its target is whatever the client says.
 
     The tokens before the first one that counts are the prompt, which is computed once for all data that begin with it.
@@ -493,8 +512,7 @@ def _sample(datum: Datum, *, has_several: bool) -> Sample:
         several = {"target_weights": tuple(map(tuple, weights.astype(float).tolist()))}
         targets = targets.reshape(length, -1)
     as_tuples = tuple(map(tuple, targets.tolist())) if has_several else tuple(targets.tolist())
-    counted = np.flatnonzero(_counted(datum))
-    last_of_prompt = int(counted[0]) if len(counted) else 0
+    last_of_prompt = int(counted_N.argmax())  # 0 if none counts
     tokens = (*datum.tokens, datum.tokens[-1])
     return Sample(
         prompt_token_ids=tokens[: last_of_prompt + 1],
