@@ -42,6 +42,8 @@ SPLIT_WORDS: Mapping[str, Sequence[str]] = {
 }
 """Split -> the words in file and folder names by which the library datasets recognizes it."""
 WRITE_JSONL = "write a JSON object in each line, or one JSON list of objects"
+ABSENT = object()
+"""Stands for the value of a column that a row does not have."""
 MAX_SHOWN_FAULTS = 10
 """Maximum number of different faults in an error message; the others are counted."""
 
@@ -114,10 +116,37 @@ class Rows:
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:
-    """Return a row's value in the column `name`; raise BadRowError if there is no such column."""
-    if name not in values:
-        raise BadRowError(f"has no column {name!r}, found {shortened(', '.join(values)) or 'none'}")
-    return values[name]
+    """Return a row's value in the column `name`; raise BadRowError if there is no such column.
+
+    A dot leads into an object: `reward_model.ground_truth` is a key of the column `reward_model`, unless a column has
+    the name as a whole.
+    """
+    found = _nested(values, name)
+    if found is ABSENT:
+        raise BadRowError(f"has no column {name!r}, found {shortened(', '.join(columns_in(values)), 200) or 'none'}")
+    return found
+
+
+def has_column(values: Mapping[str, Any], name: str) -> bool:
+    """Return whether a row has the column `name`, as `column` reads it."""
+    return _nested(values, name) is not ABSENT
+
+
+def _nested(values: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column, or of a key of an object in one; ABSENT if there is neither."""
+    if name in values:
+        return values[name]
+    outer, _, inner = name.partition(".")
+    return _nested(values[outer], inner) if isinstance(values.get(outer), Mapping) else ABSENT
+
+
+def columns_in(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of a row's columns; a column with an object is followed by the names of its keys."""
+    names = []
+    for name, value in values.items():
+        inner = value if isinstance(value, Mapping) else {}
+        names += [name, *(f"{name}.{key}" for key in inner)]
+    return names
 
 
 def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]:
@@ -510,8 +539,8 @@ GSM8K = Format(
 def jsonl_problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
     """Return a problem with the prompt and an optional answer; other columns are kept for custom rewards."""
     made = {**values, "prompt": column(values, prompt_column)}
-    if answer_column in values:
-        made["answer"] = values[answer_column]
+    if has_column(values, answer_column):
+        made["answer"] = column(values, answer_column)
     else:
         made.pop("answer", None)  # a column named `answer` that is not the chosen answer column
     if fault := problem_fault(made):

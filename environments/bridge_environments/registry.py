@@ -137,10 +137,11 @@ def _of_rows(config: TaskConfig, known: Format, instructed: Callable[[Problem], 
     columns = set[str]()
 
     def problem(values: dict[str, Any]) -> Problem:
-        columns.update(values)
+        has_answer = dataset.has_column(values, config.answer_column)
+        columns.update(dataset.columns_in(values), [config.answer_column] if has_answer else [])
         made = known.problem(values, prompt_column, config.answer_column)
         if compared and (lack := environment_checks.answer_fault(made)):
-            found = "" if config.answer_column in values else f", found {shortened(', '.join(values))}"
+            found = "" if has_answer else f", found {shortened(', '.join(dataset.columns_in(values)), 200)}"
             raise dataset.BadRowError(
                 f"{lack}, but the reward {compared} compares with the column {config.answer_column!r}{found}"
             )

@@ -328,6 +328,30 @@ def test_missing_chosen_column_is_named(tmp_path: Path, suffix: str) -> None:
     assert rows_of(path, answer_column="gold")[0]["answer"] == "2"
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_column_may_be_a_key_of_another_column(tmp_path: Path, suffix: str) -> None:
+    """The scripts of verl move the answer to reward_model.ground_truth, and the question to extra_info.question."""
+    row = {
+        "prompt": [{"role": "user", "content": "2+2? Think."}], "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"question": "2+2?", "more": {"answer": "2+2=4\n#### 4"}}, "dot.ted": "whole",
+    }  # fmt: skip
+    path = tmp_path / f"rows{suffix}"
+    WRITERS[suffix](path, [row])
+    (problem,) = rows_of(path, reward="exact", answer_column="reward_model.ground_truth")
+    assert problem["answer"] == "4"
+    (problem,) = rows_of(path, reward="exact", answer_column="dot.ted", prompt_column="extra_info.question")
+    assert (problem["prompt"], problem["answer"]) == ("2+2?", "whole")
+    config = TaskConfig(
+        environment="gsm8k", data=str(path), prompt_column="extra_info.question",
+        answer_column="extra_info.more.answer",
+    )  # fmt: skip
+    (problem,) = registry.load(config)
+    assert problem["answer"] == "4"
+    found = "found prompt, reward_model, reward_model.style, reward_model.ground_truth, extra_info"
+    assert found in refusal(path, reward="exact").message
+    assert "extra_info.question" in refusal(path, prompt_column="extra_info.q").message
+
+
 def test_missing_chosen_column_has_no_fallback(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "d.jsonl", [{"prompt": "p", "answer": "1", "gold": "2"}, {"prompt": "q", "answer": "3"}])
     assert [row.get("answer") for row in rows_of(tmp_path / "d.jsonl", answer_column="gold")] == ["2", None]
