@@ -336,7 +336,7 @@ def tokens(facts: probe.Facts) -> Iterator[Check]:
     if found is None:
         reason = f"its tokenizer cannot be read: {facts.trouble or 'no answer'}"
         yield skipped(turn, reason, expected_end)
-        yield skipped(rows, reason, expected_rows)
+        yield skipped(rows, "its tokenizer cannot be read", expected_rows)
         return
     if not found.has_template:
         yield skipped(turn, "it has no chat template: prompts are text", expected_end)

@@ -195,7 +195,8 @@ def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
         yield _compare("server writes, trainer reads", tuple(cell.item() for cell in cells), opposite)
     finally:
         _fill(cells, tuple(old.item() for old in before))
-    yield _compare("marks put back", client.read(elements), tuple(old.item() for old in before))
+    old_values = tuple(old.item() for old in before)
+    yield _compare("old values restored", client.read(elements), old_values, noun="old value")
 
 
 def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
@@ -368,10 +369,10 @@ def _is_same(left: float, right: float) -> bool:
     return left == right or (math.isnan(left) and math.isnan(right))
 
 
-def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
+def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...], noun: str = "mark") -> Check:
     wrong = len(expected) - sum(map(_is_same, found, expected))
-    text = f"{len(found) - wrong} of {len(found)} marks seen"
-    return judged(name, not wrong, text, "one mark in every parameter", RESTART)
+    text = f"{len(found) - wrong} of {len(found)} {noun}s seen"
+    return judged(name, not wrong, text, f"one {noun} in every parameter", RESTART)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Not covered: what only shows once the model is loaded, such as a quantized check
 Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
 """
 
+import difflib
 import os
 import re
 import shutil
@@ -240,6 +241,8 @@ HARMLESS = frozenset(f"--{name}" for name in _HARMLESS.split()) | {"-h"}
 """Flags of vLLM 0.26 to 0.33 that a server may have without the trainer knowing. Two of them change what is sampled
 from, which is noted (`RESHAPING`)."""
 INSIST = "--allow-vllm-flags"
+CLOSE = 0.8
+"""Smallest similarity of an unknown flag to a known one that is suggested; 1 for the same name."""
 NEGATION = "--no-"
 """Prefix that turns a vLLM flag off."""
 WHOLE_NAMES = (*OURS, *REFUSED, *sorted(HARMLESS))
@@ -317,6 +320,8 @@ def check(
         elif name not in HARMLESS | OURS | allowed_anyway and not _turns_off(name):
             faults.append(f"{given}: not known to keep the server's results equal to the trainer's")
             unknown.append(name)
+            close = difflib.get_close_matches(name, sorted({*WHOLE_NAMES}), n=1, cutoff=CLOSE)
+            hints += [f"did you mean {close[0]}?"] if close else []
     variables = {**OTHER_VARIABLES, **(REFUSED_VARIABLES if shares_weights else {})}
     for name, reason in variables.items():
         if environment.get(name, "") not in OFF:

@@ -92,12 +92,20 @@ def _refuse_stray(positional: Sequence[str]) -> None:
 
 
 def stray_hint(stray: str) -> str:
-    """Return a hint about what a positional argument probably means: the value of a switch, or the model."""
+    """Return a hint about what a positional argument probably means: the value of a switch or a flag, or the model."""
     given = command_line.ARGUMENTS.get()
-    before = given[given.index(stray) - 1] if stray in given[1:] else ""
+    index = given.index(stray) if stray in given[1:] else 0
+    before = given[index - 1] if index else ""
     if before.startswith("--") and stray.lower() in (*ON, *OFF):
         return switch_hint(before, stray)
-    return f"did you mean --model {shlex.quote(stray)}?"
+    if before.startswith("--") and given[index - 2].startswith("--"):
+        return f"{given[index - 2]} has no value, so it took {before} for one"
+    if not any(argument.partition("=")[0] == "--model" for argument in given):
+        return f"did you mean --model {shlex.quote(stray)}?"
+    name, equals, value = stray.lstrip("-#").partition("=")
+    return (
+        f"did you mean --{name} {shlex.quote(value)}?" if equals else "write each value behind its flag, or see --help"
+    )
 
 
 def switch_hint(name: str, value: str) -> str:

@@ -247,6 +247,20 @@ def test_model_without_its_flag_suggests_the_flag(command: str, capsys: pytest.C
     assert (errors[0], errors[-1]) == ("error: unexpected argument ./m", "hint: did you mean --model ./m?")
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (["--lr", "--seed", "3"], "--lr has no value, so it took --seed for one"),
+        (["lr=1e-5"], "did you mean --lr 1e-5?"), (["#--lr", "1e-5"], "write each value behind its flag"),
+    ],
+)  # fmt: skip
+def test_stray_argument_beside_a_model_gets_a_hint(
+    given: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.answer(["train", "--model", "m", *given]) == 2
+    assert hint in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize(
     ("given", "meant"),

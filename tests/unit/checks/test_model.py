@@ -438,4 +438,6 @@ def test_token_check_gives_the_expected_verdict(case: str) -> None:
     checks = [*model.tokens(Facts(tokens=Tokens(**known | fields)))]
     assert tuple(check.status for check in checks) == statuses
     unread = Facts(trouble="no answer within the time limit")
-    assert [check.status for check in model.tokens(unread)] == ["SKIP", "SKIP"]
+    turn, rows = model.tokens(unread)
+    assert (turn.status, rows.status) == ("SKIP", "SKIP")
+    assert [check.found.count("time limit") for check in (turn, rows)] == [1, 0]

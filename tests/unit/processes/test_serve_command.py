@@ -2,6 +2,7 @@ import glob
 import importlib.metadata
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -478,6 +479,20 @@ def test_flag_unknown_to_the_trainer_is_refused(flags: list[str], hint: str, sha
 def test_variable_that_changes_the_model_is_refused(name: str, shares_weights: bool) -> None:
     with pytest.raises(UsageError, match=f"{name}=x: "):
         vllm_flags.check([], {name: "x"}, shares_weights=shares_weights)
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--enforce-egar", "--enforce-eager"), ("--max-num-sequences", "--max-num-seqs"),
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"), ("--of-a-later-vllm", None),
+    ],
+)  # fmt: skip
+def test_misspelled_vllm_flag_suggests_the_right_one(flag: str, meant: str | None) -> None:
+    with pytest.raises(UsageError) as refused:
+        vllm_flags.check([flag, "1"], {})
+    suggested = re.findall(r"did you mean (\S+)\?", refused.value.hint)
+    assert suggested == ([] if meant is None else [meant])
 
 
 def test_allowed_unknown_flag_is_passed_on_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
