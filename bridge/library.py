@@ -165,7 +165,7 @@ def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed
         "gpus": num_ranks,
         "seed": seed,
         "vllm_config_path": path,
-        "batch_size": sampling.group_size,
+        "batch_size": sampling.group_size if sections.get("loss", LossConfig()).name != "dpo" else 2,
         **{name: section.model_dump(exclude_unset=True) for name, section in sections.items()},
     }
     try:
@@ -315,6 +315,11 @@ def policy_loss(
     Shapes: [N] float32, [N] float32 -> [].
     """
     spec = losses.LossSpec.of(loss or LossConfig())
+    if spec.objective == "preference":
+        raise UsageError(
+            "loss dpo compares log-probabilities with a reference's, which this function does not have",
+            hint="policy.forward_backward(samples, loss) computes them",
+        )
     if spec.kl_coef > 0 or spec.top_entropy < 1 or spec.entropy_coef > 0:
         raise UsageError(
             f"kl_coef is {spec.kl_coef:g}, entropy_coef {spec.entropy_coef:g} and top_entropy {spec.top_entropy:g}:"

@@ -125,6 +125,8 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         " mine=runs/lora/checkpoints/adapter_step_3": left_out("two servers"),
     },
     "docs/training.md": {
+        "bridge run --config examples/recipes/sft_then_rl.toml --model MODEL": SLOW,
+        "bridge run --config examples/recipes/dpo.toml --model MODEL --reference-model MODEL": SLOW,
         "# my_loss.py": FILE,
         "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --loss my_loss.py:plain_clip": SLOW,
         "bridge run --model MODEL --environment arithmetic --training-steps 2 --quantization fp8_per_block": SLOW,

@@ -47,6 +47,8 @@ class Progress(Record):
     """Seed of the problems' order; None: the run has no problems of its own."""
     problems: str | None = None
     """Identifies the problems and their order (`bridge/run/resuming.py`)."""
+    rows: str | None = None
+    """Identifies the rows of a file that the first or all steps train on."""
     run_dir: Path
     """Absolute path of the run directory."""
 

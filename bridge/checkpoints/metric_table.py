@@ -146,6 +146,11 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
                curve="train/clipped_high_share",
                about="Share of the tokens with a ratio above the clip range and a positive advantage, or above"
                " --clip-dual and a negative one; with `cispo`, any advantage."),
+        Metric(name="margin", title="Preference margin", curve="train/margin", live=True,
+               about="With --loss dpo, mean of the chosen completion's implicit reward minus the rejected one's, before"
+               " each update; null otherwise."),
+        Metric(name="preference_accuracy", title="Preference accuracy", unit="%", curve="train/preference_accuracy",
+               live=True, about="With --loss dpo, share of the pairs with a margin above 0, before each update."),
         Metric(name="grad_norm", title="Gradient norm", curve="train/grad_norm", live=True,
                about="Global norm of the gradient before it is clipped, mean over the step's updates."),
         Metric(name="lr", title="Learning rate", chart="plain", curve="train/lr",

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 from bridge.checkpoints.metric_table import METRICS, Metric, is_number, number
 from bridge.errors import UsageError
 
-TEXTS = ("step", "rollouts", "device")
-"""The keys of `metrics.jsonl` that are not metrics: the number of the step from 1, the digest of the step's token ids
-in order (steps with equal digests had the same rollouts), and the trainer's device type, `cuda` or `cpu`."""
+TEXTS = ("step", "objective", "rollouts", "device")
+"""The keys of `metrics.jsonl` that are not metrics: the number of the step from 1, the loss (`sft` in a warm-up), the
+digest of the step's token ids in order (steps with equal digests had the same rollouts), and the trainer's device type,
+`cuda` or `cpu`."""
 OF_EVALUATIONS = ("seconds", "num_problems", "pass_at_k")
 RECORDED = (
     "step",

@@ -143,6 +143,13 @@ SERVERS = Setting("servers", bool)
 TRAINED_IN_SERVER = on("trains_in_server")
 ADAPTED_EXPERTS = on("adapts_experts")
 BY_DISK = is_("lora_handover", "disk")
+ON_ROWS = is_("loss", "sft", "dpo")
+OF_SAMPLED = (
+    ("group_size", 8), ("advantage_scale", None), ("mask_truncated", False), ("top_entropy", 1.0),
+    ("mismatch", "truncate"), ("max_staleness", 0), ("groups_in_flight", None), ("skip_without_signal", False),
+    ("overlong_buffer", 0), ("router_replay", None),
+)  # fmt: skip
+"""Choices about completions that the run samples to train on, with their defaults."""
 CANNOT_OFFLOAD = is_("optimizer", *(name for name, spec in OPTIMIZERS.items() if not spec.can_offload))
 
 EXCLUDED: tuple[Exclusion, ...] = (
@@ -264,6 +271,43 @@ EXCLUDED: tuple[Exclusion, ...] = (
         "{first}: with {second} the server generates while the adapter is trained",
         ONE_OF_THEM,
     ),
+    # Rows of a file in place of sampled completions
+    *(
+        Exclusion(
+            ON_ROWS,
+            is_not(key, default),
+            "{second} has no effect with {first}, whose completions are given",
+            "leave {second} out",
+        )
+        for key, default in OF_SAMPLED
+    ),
+    *(
+        Exclusion(
+            is_("loss", "dpo"),
+            is_not(key, default),
+            "{second} cannot be combined with {first}, a mean over pairs of what a reference scores, too",
+            "leave {second} out",
+        )
+        for key, default in (("aggregation", None), ("kl_coef", 0), ("entropy_coef", 0))
+    ),
+    Exclusion(
+        ON_ROWS,
+        is_not("temperature", 1),
+        "{first} trains log-probabilities at temperature 1, found {second}",
+        "leave {second} out; evaluations have --eval-temperature",
+    ),
+    Exclusion(
+        ON_ROWS,
+        is_not("rollouts", "environment"),
+        "{first} takes its completions from --data, found {second}",
+        ONE_OF_THEM,
+    ),
+    Exclusion(
+        ON_ROWS,
+        above("warm_up_steps", 0),
+        "{first} trains on rows in every step, found {second}",
+        "leave the warm-up out, or --loss dapo for the steps after it",
+    ),
     # The loss and its reference
     *(
         Exclusion(
@@ -275,12 +319,15 @@ EXCLUDED: tuple[Exclusion, ...] = (
         )
         for key, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
     ),
-    Exclusion(
-        above("kl_coef", 0),
-        is_("mode", "shared_vllm", "none"),
-        "{first} needs a frozen reference, but {second} overwrites the only copy of the model at the first step",
-        "name one with --reference-model, or use --mode lora_only, whose base is the reference",
-        only_if=(is_("reference_model", None),),
+    *(
+        Exclusion(
+            compared,
+            is_("mode", "shared_vllm", "none"),
+            "{first} needs a frozen reference, but {second} overwrites the only copy of the model at the first step",
+            "name one with --reference-model, or use --mode lora_only, whose base is the reference",
+            only_if=(is_("reference_model", None),),
+        )
+        for compared in (above("kl_coef", 0), is_("loss", "dpo"))
     ),
     # The optimizer and the adapter
     Exclusion(

@@ -90,7 +90,7 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     """Python with verifiers in it, for `verifiers:ID` (default: the one that `make verifiers` sets up)."""
     data: str | None = declare(None, panel="", identifies=True, is_path=True)
     """Problems for `gsm8k` and `jsonl`: a JSONL, JSON or Parquet file, a folder, or a dataset on the hub (default:
-    those bundled with `gsm8k`)."""
+    those bundled with `gsm8k`). With --loss `sft` or `dpo`, the rows to train on."""
     eval_data: str | None = declare(None, panel=EVALUATION, position=1, is_path=True)
     """Held-out problems, in the same forms as --data (default: those of the environment)."""
     prompt_column: str | None = declare(None, min_length=1)
@@ -159,6 +159,11 @@ class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "ro
     """Source of the rollouts: the environment's problems, or batches from an Atropos API."""
     batch_size: int = declare(64, ge=2, panel=SamplingConfig.panel, position=-1)
     """Completions per step; a multiple of the group size."""
+    warm_up_data: str | None = declare(None, panel=TaskConfig.panel, position=-1, is_path=True, only=FROM_ENVIRONMENT)
+    """Rows for supervised training before the run samples: chat messages, or a prompt and a completion, in the same
+    forms as --data."""
+    warm_up_steps: int = declare(0, ge=0, panel=TaskConfig.panel, position=-1, only=FROM_ENVIRONMENT)
+    """The first N steps are supervised, each on --batch-size rows of --warm-up-data; they count in --training-steps."""
     max_staleness: int = declare(0, ge=0, only=FROM_ENVIRONMENT)
     """Train on completions begun up to N versions ago, while longer ones continue under new weights (default: each
     step waits for all of its completions)."""

@@ -17,8 +17,11 @@ DEFAULT_PORT = 9001
 MEMORY = "Memory"
 RISING = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
 """Schedules with a warmup."""
-LOSS_NAMES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
-"""The published losses."""
+POLICY_LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
+"""The published losses of completions that are sampled."""
+ROW_LOSSES = ("sft", "dpo")
+"""The losses of given completions, which a run reads from a file."""
+LOSS_NAMES = (*POLICY_LOSSES, *ROW_LOSSES)
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
 
@@ -62,18 +65,18 @@ class ServeConfig(Config):
 
 
 class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
-    """The policy loss and the correction for the mismatch between vLLM and the trainer."""
+    """The loss, and the correction for the mismatch between vLLM and the trainer."""
 
     name: str = declare("dapo", is_path=True)
     """Policy loss: `dapo`, `grpo`, `dr_grpo`, `gspo`, `cispo` or `rloo` as published, or your own,
-    `file.py:function`; the choices below override parts of it."""
+    `file.py:function`; the choices below override parts of it. `sft` and `dpo` train on the rows of --data."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """Average over all tokens, over completions after the tokens of each, or over a constant (default: the loss's own;
     `token_mean` for your own)."""
-    clip_low: float | None = declare(None, gt=0, lt=1, borrowed=("clip_ratio_low",), only=("loss", LOSS_NAMES))
+    clip_low: float | None = declare(None, gt=0, lt=1, borrowed=("clip_ratio_low",), only=("loss", POLICY_LOSSES))
     """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
     clip_high: float | None = declare(
-        None, gt=0, borrowed=("epsilon_high", "clip_ratio_high"), only=("loss", LOSS_NAMES)
+        None, gt=0, borrowed=("epsilon_high", "clip_ratio_high"), only=("loss", POLICY_LOSSES)
     )
     """Clip the probability ratio above 1 + clip_high (default: the loss's own)."""
     clip_dual: float | None = declare(
@@ -81,7 +84,7 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     )
     """Clip the probability ratio of tokens with a negative advantage above this, such as 3 (default: no such clip)."""
     ratio_level: Literal["token", "sequence"] | None = declare(
-        None, borrowed=("importance_sampling_level",), only=("loss", LOSS_NAMES)
+        None, borrowed=("importance_sampling_level",), only=("loss", POLICY_LOSSES)
     )
     """Compute probability ratios per token or per sequence (default: the loss's own)."""
     advantage_scale: AdvantageScale | None = None
@@ -98,10 +101,13 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     kl_coef: float = declare(0.0, ge=0, borrowed=("kl_loss_coef",))
     """Weight of the KL divergence from a frozen reference. Its value estimates KL(policy || reference) by k3; its
     gradient is that of KL(reference || policy), as in GRPO's paper."""
+    dpo_beta: float = declare(0.1, gt=0, only=("loss", ("dpo",)))
+    """Scale of the implicit rewards of `dpo`: log-probability ratios to the frozen reference times this."""
     kl_in_reward: bool = False
     """Subtract the KL divergence from the reward of each token, instead of adding it to the loss."""
     reference_model: str | None = declare(None, only=("mode", ("shared_vllm", "none")), is_path=True)
-    """Frozen reference model, loaded beside the trained one; `lora_only` uses its own base instead."""
+    """Frozen reference model of --kl-coef and `dpo`, loaded beside the trained one; `lora_only` uses its own base
+    instead."""
     mismatch: Literal["truncate", "mask", "none"] = "truncate"
     """Importance-sampling correction where vLLM and the trainer disagree on a token's probability: truncate its weight
     (TIS), mask the token outside the bounds (IcePop), or none."""
@@ -126,6 +132,16 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     def is_own(self) -> bool:
         """Whether the loss is a function in the user's own file."""
         return self.name not in LOSS_NAMES
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the loss trains on given completions, which a run reads from a file instead of sampling them."""
+        return self.name in ROW_LOSSES
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss needs the log-probabilities of a frozen reference."""
+        return self.kl_coef > 0 or self.name == "dpo"
 
 
 class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", "offload": "offload_optimizer"}):

@@ -100,6 +100,33 @@ class TrainConfig(Config):
         return self.rollouts.batch_size // self.replicas
 
     @property
+    def completions_per_group(self) -> int:
+        """Return how many completions of a prompt a step trains on: those of a row, or --group-size sampled ones."""
+        return {"sft": 1, "dpo": 2}.get(self.loss.name, self.sampling.group_size)
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Return how many groups a step trains on; a step of the warm-up trains on --batch-size rows instead."""
+        return self.rollouts.batch_size // self.completions_per_group
+
+    @property
+    def num_row_steps(self) -> int:
+        """Return how many steps, the first ones, train on the rows of a file: all, those of a warm-up, or none."""
+        return self.training_steps if self.loss.takes_rows else self.rollouts.warm_up_steps
+
+    @property
+    def rows_key(self) -> str:
+        """Return the key of the choice that names the rows to train on; empty if the run samples everything."""
+        if self.loss.takes_rows:
+            return "data"
+        return "warm_up_data" if self.rollouts.warm_up_steps else ""
+
+    @property
+    def samples_problems(self) -> bool:
+        """Return whether the run samples an environment's problems, be it only the held-out ones for an evaluation."""
+        return self.rollouts.samples_here and (not self.loss.takes_rows or self.evaluation.samples > 0)
+
+    @property
     def way(self) -> tuple[str, str]:
         """Return how new weights reach vLLM: --mode, and its --lora-handover or --reload if it has one."""
         return self.mode, {"lora_only": self.lora.handover, "none": self.publishing.reload}.get(self.mode, "")
@@ -164,7 +191,7 @@ class TrainConfig(Config):
         group_size = self.sampling.group_size
         size = count * self.hosts
         num_groups = self.rollouts.batch_size // group_size
-        if self.rollouts.samples_here and num_groups % size:
+        if self.rollouts.samples_here and not self.loss.takes_rows and num_groups % size:
             least = math.lcm(size, self.optimizer.updates_per_batch)
             raise UsageError(
                 f"{size} replicas do not divide the {num_groups} groups of a batch",
@@ -210,9 +237,28 @@ class TrainConfig(Config):
             raise UsageError(
                 "--kl-in-reward has no effect: --kl-coef, its weight, is 0", hint="--kl-coef 0.01, or leave it out"
             )
-        if loss.reference_model is not None and not loss.kl_coef:
+        if loss.reference_model is not None and not loss.needs_reference:
             raise UsageError(
                 "--reference-model would not be used: --kl-coef is 0", hint="--kl-coef 0.01, or leave it out"
+            )
+        rollouts = self.rollouts
+        if (rollouts.warm_up_data is None) != (rollouts.warm_up_steps == 0):
+            lacking = "--warm-up-steps" if rollouts.warm_up_data is not None else "--warm-up-data"
+            raise UsageError(
+                f"{lacking} is missing: a warm-up needs a file and a number of steps",
+                hint="--warm-up-data path/to/rows.jsonl --warm-up-steps 50",
+            )
+        if rollouts.warm_up_steps >= self.training_steps:
+            raise UsageError(
+                f"--warm-up-steps {rollouts.warm_up_steps} must be less than --training-steps {self.training_steps},"
+                " which includes the warm-up",
+                hint=f"--training-steps {rollouts.warm_up_steps + 10}, or --loss sft for a run on rows only",
+            )
+        if loss.takes_rows and self.evaluation.samples and not self.was_given("environment"):
+            raise UsageError(
+                f"--eval-samples {self.evaluation.samples} needs an environment with held-out problems, since --loss"
+                f" {loss.name} trains on rows",
+                hint="--environment gsm8k, or leave --eval-samples out",
             )
         for key in ("eval_interval", "eval_temperature", "eval_pass_reward"):
             if not self.evaluation.samples and self.get(key) != self.default(key):
@@ -230,7 +276,12 @@ class TrainConfig(Config):
     def _check_batch(self) -> None:
         """Check that a batch divides into groups and mini-batches, and that the choices that depend on its size fit."""
         batch_size = self.rollouts.batch_size
-        group_size = self.sampling.group_size
+        group_size = self.completions_per_group
+        if batch_size % group_size and self.loss.name == "dpo":
+            raise UsageError(
+                f"--batch-size {batch_size} is odd, but --loss dpo trains on pairs, and each counts as two completions",
+                hint=f"--batch-size {batch_size + 1}",
+            )
         if batch_size % group_size:
             raise UsageError(
                 f"--batch-size {batch_size} is not a multiple of --group-size {group_size}",

@@ -20,7 +20,7 @@ from bridge.engine.trainable import Trainable
 from bridge.errors import UsageError
 from bridge.learn.mismatch import Tally, measure
 from bridge.learn.policy_loss import LossSpec, means, policy_loss
-from bridge.passes.packing import MicroBatch, Sample
+from bridge.passes.packing import MicroBatch, Sample, units
 from bridge.rollouts.distribution import filters
 
 Loss = Callable[[Tensor, MicroBatch], Tensor]
@@ -68,10 +68,22 @@ class Gradients:
                 f"top_entropy is {self._spec.top_entropy:g}, but one pass does not know the entropies in the others",
                 hint="give the tokens to leave out an advantage of 0, or train with bridge run --top-entropy",
             )
-        if self._loss is None and self._spec.kl_coef > 0 and trainable.reference is None:
+        if self._loss is None and self._spec.needs_reference and trainable.reference is None:
+            is_preference = self._spec.objective == "preference"
+            cause, chosen = (
+                ("the loss is dpo", 'name="dpo"')
+                if is_preference
+                else (f"kl_coef is {self._spec.kl_coef:g}", "kl_coef=...")
+            )
             raise UsageError(
-                f"kl_coef is {self._spec.kl_coef:g}, but no reference model is loaded",
-                hint="pass it when attaching: bridge.attach(loss=bridge.LossConfig(kl_coef=..., reference_model=...))",
+                f"{cause}, but no reference model is loaded",
+                hint=f"pass it when attaching: bridge.attach(loss=bridge.LossConfig({chosen}, reference_model=...))",
+            )
+        alone = next((one.index for one in given if one.sample.pair is None), None)
+        if self._loss is None and self._spec.objective == "preference" and alone is not None:
+            raise UsageError(
+                f"sample {alone} belongs to no pair, but loss dpo compares two completions of a prompt",
+                hint='bridge.samples(groups, bridge.LossConfig(name="dpo")), with groups of two completions',
             )
         several = next((one.index for one in given if one.sample.num_targets), None)
         if self._loss is None and several is not None:
@@ -132,7 +144,7 @@ class Gradients:
             loss = _one_number(self._loss(logprobs_NX, batch), needs_gradient=needs_gradient)
         else:
             logprobs_N = logprobs_NX
-            reference_N = self._trainable.reference_logprobs(batch) if self._spec.kl_coef > 0 else None
+            reference_N = self._trainable.reference_logprobs(batch) if self._spec.needs_reference else None
             old_N = self._old_logprobs(batch, logprobs_N)
             loss, sums = policy_loss(logprobs_N, old_N, batch, self._spec, reference_N, entropies_N)
             for name, pair in sums.items():
@@ -212,7 +224,22 @@ def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
             raise UsageError(
                 f"sample {index} {fault}", hint="bridge.samples(groups) and policy.encode(prompt, text) make samples"
             )
+    if fault := _fault_of_pairs(taken):
+        raise UsageError(fault, hint='bridge.samples(groups, bridge.LossConfig(name="dpo")) makes pairs')
     return taken
+
+
+def _fault_of_pairs(samples: Sequence[Sample]) -> str:
+    """Describe what is wrong with the first incomplete pair; empty: all are valid."""
+    for unit in units(samples):
+        pair = samples[unit[0]].pair
+        signs = [samples[index].advantages[0] > 0 for index in unit]
+        if pair is not None and sorted(signs) != [False, True]:
+            return (
+                f"pair {pair} has {len(unit)} samples, of which {sum(signs)} are preferred (have a positive advantage),"
+                " expected two samples and one of them"
+            )
+    return ""
 
 
 def _fault(sample: Sample, num_words: int) -> str:

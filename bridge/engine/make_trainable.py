@@ -63,7 +63,7 @@ def trainable_of(
     lr: float,
     loss: LossConfig,
     sampling: SamplingConfig,
-    batch_size: int,
+    num_groups: int,
     replicas: int,
     hosts: int,
     seed: int,
@@ -74,8 +74,8 @@ def trainable_of(
 ) -> Trainable:
     """Return a prepared model with its optimizer, its budget and the reference that the loss needs.
 
-    A step trains on `batch_size` completions, shared among `replicas` on `hosts`. With `has_adapter` an adapter is
-    trained, otherwise all weights. `seed` is for stochastic rounding, and errors name `model_name`.
+    A step trains on `num_groups` groups, shared among `replicas` on `hosts`. With `has_adapter` an adapter is trained,
+    otherwise all weights. `seed` is for stochastic rounding, and errors name `model_name`.
 
     Raises:
         UsageError: the model does not fit into memory.
@@ -105,7 +105,7 @@ def trainable_of(
     budget = Budget(
         prepared, compute, optimizer,
         temperature=sampling.temperature,
-        num_groups=batch_size // sampling.group_size,
+        num_groups=num_groups,
         replicas=replicas,
         share_prompts=prepared.shares_prompts and (reference is None or reference.shares_prompts),
         parts=ranks.pass_group,

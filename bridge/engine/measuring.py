@@ -63,6 +63,7 @@ def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[st
     tokens = [sequence.token_ids for sequence in _sequences(completions)]
     digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
     without_signal = sum(not has_signal(group) for group in every_group)
+    is_given = not any(group.rewards or group.unscored for group in every_group)  # rows of a file
     return {
         **_of_rollouts(every_group),
         "no_signal_share": share(without_signal, len(every_group)),
@@ -73,7 +74,7 @@ def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[st
         "groups_in_flight": stream.num_in_flight,
         "skipped_groups": len(stream.skipped),
         "rollouts": digest[:16],
-        "tokens_generated": sum(completion.num_sampled for completion in _sampled(every_group)),
+        "tokens_generated": sum(completion.num_sampled for completion in _sampled(every_group) if not is_given),
         "entropy": sampled_entropy(completions),
     }
 

@@ -296,7 +296,7 @@ class Policy:
         made = trainable_of(
             self.opened, self.prepared,
             compute=config.compute, optimizer=config.optimizer, lr=config.learning_rate, loss=config.loss,
-            sampling=config.sampling, batch_size=config.rollouts.batch_size, replicas=config.replicas,
+            sampling=config.sampling, num_groups=config.groups_per_batch, replicas=config.replicas,
             hosts=config.hosts, seed=config.seed, has_adapter=config.mode == "lora_only", model_name=config.model_name,
             max_model_len=self.mode.max_model_len, ranks=self.ranks,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The frozen reference of the KL divergence, and its log-probabilities.
+"""The frozen reference of a KL divergence or a preference loss, and its log-probabilities.
 
 With an adapter, the reference is the frozen base with the adapter switched off. A model that is trained in place
 overwrites its own weights, so its reference is a second model.
@@ -88,7 +88,7 @@ def open_reference(
     max_model_len: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Reference | None:
-    """Return the reference for the `prepared` model; None if there is no KL divergence.
+    """Return the reference for the `prepared` model; None if the loss needs none.
 
     Call it after `check`, once the model is open. A second model is prepared like the trained one, so that both round
     equally, and its packs are sliced in the same way. `max_model_len` is the server's, since positions may depend on
@@ -97,7 +97,7 @@ def open_reference(
     UsageError: the reference cannot be loaded, or does not fit. UnsupportedModelError: it is not a standard causal
     language model of transformers, or does not support packing.
     """
-    if loss.kl_coef == 0:
+    if not loss.needs_reference:
         return None
     if has_adapter:
         return Reference(prepared=prepared, frozen=lambda: adapter_off(prepared.model))

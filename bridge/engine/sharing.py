@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 
 from bridge.core.interrupt import deferred_interrupt
-from bridge.passes.packing import Sample
+from bridge.passes.packing import Sample, units
 from bridge.ranks.world import Ranks
 from bridge.types import Array, Group, Images
 
@@ -24,7 +24,7 @@ def distribute(mini_batch: list[Sample], size: int) -> list[list[Sample]]:
     """Divide samples into `size` shares, keeping their order; every rank computes the same shares.
 
     The samples of a prompt, which are consecutive, stay together if the shares then have similar numbers of tokens,
-    so that their prompt is computed once.
+    so that their prompt is computed once. The two samples of a pair always stay together.
     """
     if size == 1:
         return [mini_batch]
@@ -113,11 +113,12 @@ def busiest(shares_of_updates: Sequence[Sequence[Sequence[Sample]]]) -> float:
 
 def _shares(mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
     """Return the indices of each share's samples."""
-    runs = groupby(range(len(mini_batch)), key=lambda index: mini_batch[index].prompt)
-    shares = _longest_first([[*run] for _, run in runs], mini_batch, size)
+    smallest = units(mini_batch)
+    runs = groupby(smallest, key=lambda unit: mini_batch[unit[0]].prompt)
+    shares = _longest_first([[*chain.from_iterable(run)] for _, run in runs], mini_batch, size)
     loads = [_load(indices, mini_batch) for indices in shares]
     if max(loads) * size > BALANCE_TOLERANCE * sum(loads):
-        return _longest_first([[index] for index in range(len(mini_batch))], mini_batch, size)
+        return _longest_first(smallest, mini_batch, size)
     return shares
 
 

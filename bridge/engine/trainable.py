@@ -68,7 +68,7 @@ class Trainable:
         self.sampling = sampling
         self.ranks = ranks
         self.reference = reference
-        """The frozen model of a KL divergence; None: there is no KL divergence."""
+        """The frozen model of a KL divergence or a preference loss; None: the loss needs none."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,7 +91,7 @@ class Trainable:
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the reference's log-probabilities of the sampled tokens, without gradient: [N] float32."""
-        assert self.reference is not None, "there is no KL divergence"
+        assert self.reference is not None, "the loss needs no reference"
         return self.reference.logprobs(batch, self.sampling.temperature)
 
     def within_memory(self, compute: Callable[[], Result], forget: Callable[[], None]) -> Result:

@@ -1,9 +1,12 @@
-"""The policy loss of one micro-batch: clipped probability ratios, importance weights, and an optional KL divergence.
+"""The loss of one micro-batch: clipped probability ratios, importance weights, and an optional KL divergence.
+
+Completions that were given instead of sampled have a supervised or a preference loss, without ratios and weights.
 
 It is a pure function. The tokens' weights (`samples.py`) define the aggregation, so that the losses and gradients of an
 update's micro-batches add up to those of a single pass, however the update is cut.
 
-Shape suffixes: S sequences, N rows (positions that predict a sampled token).
+Shape suffixes: S sequences, N rows (positions that predict a sampled token), P pairs of a chosen and a rejected
+sequence.
 """
 
 import math
@@ -13,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bridge.config import AdvantageScale, LossConfig
 from bridge.learn import own_loss
@@ -21,8 +25,10 @@ from bridge.learn.own_loss import LossTensors, OwnLoss
 from bridge.passes.packing import MicroBatch
 
 CLIPPED = ("clipped_low_share", "clipped_high_share")
-"""Metrics of the built-in losses besides `kl`: the shares of tokens that clipping left without a gradient or, if the
+"""Metrics of the policy losses besides `kl`: the shares of tokens that clipping left without a gradient or, if the
 weight is clipped, whose weight is outside the bounds."""
+PREFERENCES = ("margin", "preference_accuracy")
+"""Metrics of the preference loss: means over pairs."""
 MAX_LOG_RATIO = 20.0
 """Bound for log ratios before exponentiation: beyond it the gradient is 0 instead of inf * 0, which is NaN."""
 
@@ -33,7 +39,7 @@ LOSS_PARTS = ("aggregation", "ratio_level", "advantage_scale", "clip_low", "clip
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """The choices that distinguish policy losses."""
+    """The choices that distinguish losses."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     """Mean over all tokens, mean over completions of each one's token mean, or sum divided by a constant."""
@@ -60,10 +66,24 @@ class LossSpec:
     correction: Correction = field(default_factory=Correction)
     own: OwnLoss | None = None
     """The user's function (`--loss file.py:function`), which replaces the clipped ratios."""
+    objective: Literal["policy", "supervised", "preference"] = "policy"
+    """`policy`: what is described above. `supervised`: the negative log-likelihood of every sampled token, whatever its
+    advantage. `preference`: for each pair of samples, the one with the positive advantage is preferred."""
+    dpo_beta: float = 0.1
+    """Scale of the log-probability ratios to the reference that a preference loss compares."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `policy_loss` needs the log-probabilities of the reference."""
+        return self.kl_coef > 0 or self.objective == "preference"
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics of `policy_loss`."""
+        if self.objective == "preference":
+            return PREFERENCES
+        if self.objective == "supervised":
+            return ("kl",)
         return ("kl", *(CLIPPED if self.own is None else self.own.metrics or ()))
 
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
@@ -86,19 +106,20 @@ class LossSpec:
         """
         own = own_loss.load(config.name, has_reference=config.kl_coef > 0) if config.is_own else None
         return replace(
-            LOSSES["dapo" if config.is_own else config.name],
+            (LOSSES | ROW_LOSSES)["dapo" if config.is_own else config.name],
             own=own,
             mask_truncated=config.mask_truncated,
             top_entropy=config.top_entropy,
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_coef,
             kl_in_reward=config.kl_in_reward,
+            dpo_beta=config.dpo_beta,
             correction=Correction.of(config),
             **{part: getattr(config, part) for part in LOSS_PARTS if getattr(config, part) is not None},
         )
 
 
-LOSSES: Mapping[str, LossSpec] = {
+LOSSES: dict[str, LossSpec] = {
     # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; clip: PPO, arXiv 1707.06347, section 6.1
     "grpo": LossSpec(aggregation="sequence_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2),
     # Dr. GRPO, arXiv 2503.20783, section 3.2: divides neither by a length nor by a standard deviation
@@ -114,7 +135,21 @@ LOSSES: Mapping[str, LossSpec] = {
     # RLOO, arXiv 2402.14740, divided by a constant; RLOO does not clip, but later updates need PPO's clip
     "rloo": LossSpec(aggregation="constant", advantage_scale="leave_one_out", clip_low=0.2, clip_high=0.2),
 }
-"""The choices of each loss's paper, by name."""
+"""The choices of each policy loss's paper, by name."""
+ROW_LOSSES: dict[str, LossSpec] = {
+    "sft": LossSpec(
+        aggregation="token_mean", advantage_scale="none", objective="supervised", clip_low=math.inf, clip_high=math.inf
+    ),
+    # DPO, arXiv 2305.18290, equation 7
+    "dpo": LossSpec(
+        aggregation="sequence_mean",
+        advantage_scale="none",
+        objective="preference",
+        clip_low=math.inf,
+        clip_high=math.inf,
+    ),
+}
+"""The choices of the losses of given completions, by name."""
 
 
 Sums = Mapping[str, Tensor]
@@ -142,7 +177,8 @@ def policy_loss(
     trainer's policy, and a masked token counts in none. With `spec.kl_in_reward`, the divergence of
     the sequence from a token on is subtracted from that token's advantage; the token has no influence on what precedes
     it. A token with probability 0 under the trainer gets weight 0, so it is masked. A custom loss replaces only the
-    clipped ratios.
+    clipped ratios. So does a supervised loss, which also has no importance weights: nobody sampled its completions. A
+    preference loss replaces everything.
 
     Shapes: [N] float32 x 2, [N] float32 x 2 -> [], [2] float64 of each metric.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; dual-clip PPO (Ye et al. 2020, arXiv 1912.09729), for
@@ -151,9 +187,14 @@ def policy_loss(
         named in `LOSSES`.
     """
     assert not old_logprobs_N.requires_grad
-    assert (spec.kl_coef > 0) == (reference_logprobs_N is not None), spec.kl_coef
+    assert spec.needs_reference == (reference_logprobs_N is not None), spec.kl_coef
+    if spec.objective == "preference":
+        assert reference_logprobs_N is not None
+        return preference_loss(logprobs_N, reference_logprobs_N, batch, spec.dpo_beta)
+    is_supervised = spec.objective == "supervised"
+    sampled_logprobs_N = torch.full_like(old_logprobs_N, math.nan) if is_supervised else batch.sampled_logprobs_N
     sequences_N = spec.weighted_sequences(batch)
-    weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
+    weights_N = spec.correction.weights(old_logprobs_N, sampled_logprobs_N, sequences_N) * batch.weights_N
     impossible_N = old_logprobs_N == -math.inf  # a term that is not finite would be NaN even with weight 0
     logprobs_N, old_logprobs_N = (logprobs.masked_fill(impossible_N, 0.0) for logprobs in (logprobs_N, old_logprobs_N))
     kl_N = torch.zeros_like(logprobs_N)
@@ -171,7 +212,9 @@ def policy_loss(
         assert entropies_N is not None, "there is an entropy bonus"
         penalty_N = penalty_N - spec.entropy_coef * entropies_N
     measured: dict[str, Any] = {"kl": (kl_N.detach(), len(kl_N))}
-    if spec.own is None:
+    if is_supervised:
+        own_terms = -logprobs_N
+    elif spec.own is None:
         ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         own_terms = -_objective_terms(logprobs_N, ratios_N, advantages_N, spec)
         clipped = zip(CLIPPED, _clipped(ratios_N.detach(), advantages_N, spec), strict=True)
@@ -190,6 +233,32 @@ def policy_loss(
     if own_terms.dim() == 0 and spec.own is not None:  # the function applied the weights itself
         return own_terms + (penalty_N * weights_N).sum(), sums
     return ((penalty_N + own_terms) * weights_N).sum(), sums
+
+
+def preference_loss(
+    logprobs_N: Tensor, reference_logprobs_N: Tensor, batch: MicroBatch, beta: float
+) -> tuple[Tensor, Sums]:
+    """Return the micro-batch's part of the preference loss, and the sums of its metrics over the pairs.
+
+    A sequence's implicit reward is `beta` times its log-probability ratio to the reference. The loss is -log sigmoid of
+    the margin, the chosen sequence's reward minus the rejected one's. Tokens with probability 0 are left out.
+
+    Shapes: [N] float32 x 2 -> [], [2] float64 of each metric.
+    Source: DPO (arXiv 2305.18290), equation 7.
+    """
+    assert batch.pairs_P2 is not None, "the samples of a preference loss are pairs"
+    impossible_N = (logprobs_N == -math.inf) | (reference_logprobs_N == -math.inf)
+    log_ratios_N = logprobs_N.masked_fill(impossible_N, 0.0) - reference_logprobs_N.masked_fill(impossible_N, 0.0)
+    rewards_S = beta * log_ratios_N.new_zeros(batch.num_sequences).index_add(0, batch.sequences_N, log_ratios_N)
+    chosen_P, rejected_P = rewards_S[batch.pairs_P2].unbind(1)
+    margins_P = chosen_P - rejected_P
+    weights_S = batch.weights_N.new_zeros(batch.num_sequences).scatter(0, batch.sequences_N, batch.weights_N)
+    loss = -(functional.logsigmoid(margins_P) * weights_S[batch.pairs_P2[:, 0]]).sum()
+    measured = margins_P.detach(), margins_P.detach() > 0
+    return loss, {
+        name: _pair(values_P, len(margins_P), like=margins_P)
+        for name, values_P in zip(PREFERENCES, measured, strict=True)
+    }
 
 
 def _pair(total: Tensor, count: Any, *, like: Tensor) -> Tensor:

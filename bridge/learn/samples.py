@@ -5,8 +5,7 @@ useful groups takes a smaller step. A masked truncated completion counts as a co
 as in TRL. Tokens that were not sampled never count. If a completion has several sequences (an agent's run), they share
 its advantage, and count as one completion.
 
-
-
+A preference loss takes the two completions of each group as a pair: the one with the larger reward is preferred.
 """
 
 import math
@@ -107,11 +106,15 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
 
 
 def has_gradient(sample: Sample, spec: LossSpec) -> bool:
+    if spec.objective == "supervised":
+        return True
     return spec.kl_coef > 0 or spec.entropy_coef > 0 or spec.own is not None or any(sample.advantages)
 
 
 def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
     """Return the samples of one update like `samples`, including those whose advantages are all zero."""
+    if spec.objective == "preference":
+        return _pairs(groups)
     kept = [
         (group, completion, advantages)
         for group in with_advantages(groups, spec.advantage_scale)
@@ -132,6 +135,33 @@ def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int)
             advantages = of_sampled(given if len(given) == num_given else given * num_given, sequence.sampled)
             if advantages:
                 result.append(_sample(group, sequence, advantages, 1 / divisor))
+    return result
+
+
+def _pairs(groups: Sequence[Group]) -> list[Sample]:
+    """Return two samples for each group; a group without a preference is left out, but counts in the mean over pairs.
+
+    So is a group in which a completion has no sampled token.
+
+    Raises:
+        UsageError: a group is not a pair of completions with a token sequence each.
+    """
+    result = []
+    for number, group in enumerate(with_advantages(groups, "none")):
+        sequences = [sequence for completion in group.completions for sequence in completion.sequences]
+        if not len(group.completions) == len(sequences) == 2:
+            raise UsageError(
+                f"group {number + 1} (prompt {str(group.problem['prompt'])[:80]!r}) has {len(group.completions)}"
+                f" completions of {len(sequences)} token sequences, but loss dpo compares two of one sequence each",
+                hint="keep two completions of each group, such as the one with the highest and the one with the lowest"
+                " reward",
+            )
+        advantages = [of_completion[0] for of_completion in group.advantages or ()]
+        if not min(advantages) < 0 < max(advantages) or not all(sequence.num_sampled for sequence in sequences):
+            continue
+        for sequence, advantage in zip(sequences, advantages, strict=True):
+            of_tokens = (advantage,) * sequence.num_sampled
+            result.append(replace(_sample(group, sequence, of_tokens, 1 / len(groups)), pair=number))
     return result
 
 

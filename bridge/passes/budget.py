@@ -24,7 +24,7 @@ from bridge.core.host_memory import left_bytes
 from bridge.errors import UsageError, first_line
 from bridge.passes import attention, kernels, layers
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
-from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
+from bridge.passes.packing import MicroBatch, Sample, longest_unit, num_tokens, packs
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import recompute_activations
 from bridge.passes.prepared_model import PreparedModel
@@ -104,7 +104,9 @@ class Budget:
         self._is_placed = False
         """Whether the activations that layers keep have been chosen; running out of memory may change the choice."""
         self._longest = 0
-        """Tokens of the longest sample in the last request."""
+        """Tokens of the longest sample or pair in the last request."""
+        self._has_pairs = False
+        """Whether the samples of the last request are pairs."""
         self._total = 0
         """Tokens of all samples in the last request, packed into a single micro-batch."""
 
@@ -164,7 +166,8 @@ class Budget:
             logger.warning(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
         else:
             raise UsageError(
-                f"a sequence of {longest:,} tokens does not fit into the free memory: {first_line(error)}",
+                f"{'a pair' if self._has_pairs else 'a sequence'} of {longest:,} tokens does not fit into the free"
+                f" memory: {first_line(error)}",
                 hint="--gradient-checkpointing, which recomputes activations"
                 if self._compute.gradient_checkpointing is False
                 else "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with"
@@ -186,7 +189,8 @@ class Budget:
         )
 
     def _measure_samples(self, samples: Sequence[Sample]) -> None:
-        self._longest = max(sample.num_tokens for sample in samples)
+        self._longest = longest_unit(samples, share_prompts=self.share_prompts)
+        self._has_pairs = any(sample.pair is not None for sample in samples)
         self._total = num_tokens(samples, share_prompts=self.share_prompts)
 
     @property

@@ -1,7 +1,7 @@
 """Pack samples into micro-batches: sequences one after another, without padding, as tensors.
 
 Shape suffixes: S1 spans + 1, T tokens, U keys of all spans (span after span), N rows (positions that predict a sampled
-token), K targets of a row.
+token), K targets of a row, P pairs.
 
 A prompt `p p p` with completion `a b`, and a prompt `q` with completion `c`:
 
@@ -28,6 +28,9 @@ targets_N, or K tokens per row, which are in `several`.
 
 A sample may also have rows at its prompt's tokens. Samples that share the prompt then have some rows in common, each of
 which is computed once (`distinct`).
+
+Two samples may be a pair, whose loss needs the log-probabilities of both: they are always packed into the same
+micro-batch, even if they are together longer than the budget (`units`, `pairs_P2`).
 """
 
 import math
@@ -88,6 +91,9 @@ class Sample:
     num_prompt_rows: int = 0
     """Number of the prompt's last tokens, the first token of the prompt excepted, that are scored like sampled ones;
     their values come before those of the sampled tokens."""
+    pair: int | None = None
+    """Number of the pair that the sample belongs to with one other; the preferred one has a positive advantage, the
+    other one a negative one. None: it belongs to no pair."""
 
     @property
     def num_targets(self) -> int:
@@ -174,6 +180,8 @@ class MicroBatch:
     packed together has several, all of their micro-batches have."""
     distinct: Distinct | None = None
     """The rows to compute, if samples have rows of a shared prompt in common; None: all of them."""
+    pairs_P2: Tensor | None = None
+    """The two sequences of each pair, the preferred one first; None: no sample belongs to a pair."""
 
     @property
     def num_sequences(self) -> int:
@@ -204,30 +212,53 @@ def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
     return bin_.num_tokens
 
 
+def units(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the indices of the samples that must be in the same micro-batch: each pair, and each other sample alone.
+
+    The order is that of the units' first samples.
+    """
+    by_pair: dict[tuple[str, int], list[int]] = {}
+    for index, sample in enumerate(samples):
+        key = ("sample", index) if sample.pair is None else ("pair", sample.pair)
+        by_pair.setdefault(key, []).append(index)
+    return [*by_pair.values()]
+
+
+def longest_unit(samples: Sequence[Sample], *, share_prompts: bool) -> int:
+    """Return the number of tokens of the longest sample, or of the longest pair."""
+    return max(num_tokens([samples[index] for index in unit], share_prompts=share_prompts) for unit in units(samples))
+
+
 def packs(
     samples: Sequence[Sample], *, max_tokens: int, device: torch.device, share_prompts: bool = False
 ) -> list[MicroBatch]:
     """Pack samples into micro-batches of at most `max_tokens`, by first-fit decreasing.
 
     With `share_prompts` a micro-batch holds each prompt once. If any micro-batch shares a prompt, all of them have
-    `seen`, so that compiled layers need only one form. A sample longer than `max_tokens` gets its own micro-batch. The
-    longest samples come first, so that running out of memory shows early. The result does not depend on the order of
-    the samples.
+    `seen`, so that compiled layers need only one form. A sample or pair longer than `max_tokens` gets its own
+    micro-batch. The longest come first, so that running out of memory shows early. The result does not depend on the
+    order of the samples.
     """
-    ordered = sorted(range(len(samples)), key=lambda index: _order(samples[index]), reverse=True)
+    orders = [_order(sample) for sample in samples]
+    ordered = [sorted(unit, key=lambda index: orders[index], reverse=True) for unit in units(samples)]
+    ordered.sort(
+        key=lambda unit: (sum(samples[index].num_tokens for index in unit), *(orders[index] for index in unit)),
+        reverse=True,
+    )
     if share_prompts:
-        by_prompt: dict[tuple[tuple[int, ...], str], list[int]] = {}
-        for index in ordered:
-            by_prompt.setdefault(samples[index].prompt, []).append(index)
+        by_prompt: dict[tuple[tuple[int, ...], str], list[list[int]]] = {}
+        for unit in ordered:
+            by_prompt.setdefault(samples[unit[0]].prompt, []).append(unit)
         ordered = list(chain.from_iterable(by_prompt.values()))
     bins: list[_Bin] = []
-    for index in ordered:
-        sample = samples[index]
-        chosen = next((pack for pack in bins if pack.num_tokens + pack.cost(sample) <= max_tokens), None)
+    for unit in ordered:
+        together = [samples[index] for index in unit]
+        chosen = next((pack for pack in bins if pack.num_tokens + pack.cost(together) <= max_tokens), None)
         if chosen is None:
             chosen = _Bin(share_prompts=share_prompts)
             bins.append(chosen)
-        chosen.add(index, sample)
+        for index in unit:
+            chosen.add(index, samples[index])
     shares = any(len(group) > 1 for pack in bins for group in pack.groups.values())
     has_several = any(sample.num_targets for sample in samples)
     layouts = [_Layout(samples, list(pack.groups.values()), shares=shares, has_several=has_several) for pack in bins]
@@ -256,12 +287,19 @@ class _Bin:
     groups: dict[object, list[int]] = field(default_factory=dict)
     """Indices of the samples."""
 
-    def cost(self, sample: Sample) -> int:
-        """Return how many tokens the sample would add."""
-        return len(sample.token_ids) if self._key(sample) in self.groups else sample.num_tokens
+    def cost(self, samples: Sequence[Sample]) -> int:
+        """Return how many tokens the samples would add."""
+        total = 0
+        prompts = set[object]()
+        for sample in samples:
+            key = self._key(sample)
+            total += len(sample.token_ids) if key in self.groups or key in prompts else sample.num_tokens
+            if self.share_prompts:
+                prompts.add(key)
+        return total
 
     def add(self, index: int, sample: Sample) -> None:
-        self.num_tokens += self.cost(sample)
+        self.num_tokens += self.cost([sample])
         self.groups.setdefault(self._key(sample), []).append(index)
 
     def _key(self, sample: Sample) -> object:
@@ -304,6 +342,9 @@ class _Layout:
         if repeats:
             integers += _distinct(rows_N, ids_NK, [*chain.from_iterable(kept)])
         integers += [ids_NK.ravel()] if has_several else []
+        pairs = _pairs(self.samples)
+        self.has_pairs = bool(pairs)
+        integers += [np.array(pairs, dtype=np.int64).ravel()] if pairs else []
         self.integers = [torch.from_numpy(values) for values in integers]  # torch.tensor takes four times as long
         floats = [
             np.array([*chain.from_iterable(sample.sampled_logprobs for sample in self.samples)], dtype=np.float32),
@@ -367,6 +408,15 @@ class _Layout:
         return added
 
 
+def _pairs(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+    """Return the indices of the two samples of each pair, the preferred one first."""
+    if all(sample.pair is None for sample in samples):
+        return []
+    pairs = [unit for unit in units(samples) if samples[unit[0]].pair is not None]
+    assert all(len(pair) == 2 for pair in pairs), "a pair is two samples"
+    return [(one, other) if samples[one].advantages[0] > 0 else (other, one) for one, other in pairs]
+
+
 def _first_targets(sample: Sample) -> Iterable[int]:
     """Return the first target of each row."""
     if sample.num_targets:
@@ -415,6 +465,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
         tokens_T, starts_S1, key_starts_S1, positions_T, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
         distinct = Distinct(*islice(integers, 2)) if layout.has_distinct else None
         ids = next(integers).view(-1, layout.width) if layout.width else None
+        pairs_P2 = next(integers).view(-1, 2) if layout.has_pairs else None
         sampled_logprobs_N, advantages_N, weights_N, thresholds_N, counts_N = islice(floats, 5)
         several = None if ids is None else Targets(ids, next(floats).view(-1, layout.width))
         seen = Attended(keys_U, key_starts_S1.int(), layout.longest_keys) if len(keys_U) else None
@@ -436,6 +487,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 images=None if layout.images is None else layout.images.packed(device),
                 several=several,
                 distinct=distinct,
+                pairs_P2=pairs_P2,
             )
         )
     return batches

@@ -82,12 +82,33 @@ def apply_chat_template(
             f"the prompt {described(messages)} ends with tool calls, expected their results after them",
             hint="add the results as messages with the role tool, or leave the calls out",
         )
-    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
-    texts = list[str]()
+    text, _ = _rendered(messages, partial(_open, partial(tokenizer.apply_chat_template, tokenize=False, **options)))
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"]] if tokenize else text
+
+
+def whole_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], /, **options: Any
+) -> tuple[str, list[Message]]:
+    """Render a conversation up to its last message, and return the text, and the messages in the form that it is of.
+
+    Raises:
+        RewardError: the template rejects the messages.
+    """
+    _refuse_bad_calls(messages)
+    return _rendered(messages, partial(tokenizer.apply_chat_template, tokenize=False, **options))
+
+
+def _rendered(messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[str, list[Message]]:
+    """Return the text of the messages and the messages, in the form in which the template writes most of their calls.
+
+    Raises:
+        RewardError: the template rejects the messages in every form.
+    """
+    texts = list[tuple[str, list[Message]]]()
     failures = list[Exception]()
     for form in _forms(messages):
         try:
-            texts.append(_open(render, form))
+            texts.append((render(form), form))
         except Exception as error:  # noqa: BLE001  a template computes with the messages, and may raise anything
             failures.append(error)
     if not texts:
@@ -99,13 +120,14 @@ def apply_chat_template(
             + (" (--system-prompt '' leaves out the environment's own)" if messages[0]["role"] == "system" else ""),
         ) from failures[0]
     names = [str(call["function"].get("name")) for message in messages for call in _calls(message)]
-    text = max(texts, key=lambda text: sum(map(text.count, names)))  # the first one with the most calls
+    # the first one with the most calls
+    text, form = max(texts, key=lambda pair: sum(map(pair[0].count, names)))
     if LONE_SURROGATE.search(text):
         raise RewardError(
             f"the prompt {described(messages)} is rendered with half of a surrogate pair, which is not a character",
             hint=f"remove it from the problem's {', '.join((*COLUMNS, OWN_ARGUMENTS))}",
         )
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"]] if tokenize else text
+    return text, form
 
 
 def _refuse_bad_calls(messages: Sequence[Message]) -> None:

@@ -30,7 +30,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.engine.trainable import Trainable
 from bridge.errors import RewardError, UsageError
 from bridge.learn.mismatch import measure
-from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
+from bridge.learn.policy_loss import ROW_LOSSES, LossSpec, least_entropy, policy_loss
 from bridge.run.step_batch import Batch, Computed, Pass
 from bridge.types import Group, Result
 
@@ -45,15 +45,23 @@ class Learner:
         trainable: Trainable,
         spec: LossSpec,
         schedule: Callable[[int], float],
+        *,
+        warm_up_steps: int = 0,
     ) -> None:
-        """Store the parts; `schedule` maps the number of planned updates so far to a factor of the learning rate."""
+        """Store the parts; `schedule` maps the number of planned updates so far to a factor of the learning rate.
+
+        The first `warm_up_steps` steps are supervised; the loss `spec` is that of the later ones.
+        """
         self.trainable = trainable
         self.optimizer = trainable.optimizer
         self._choices = trainable.choices
         self._budget = trainable.budget
         self._ranks = trainable.ranks
         self._schedule = schedule
-        self.spec = spec
+        self._warm_up_steps = warm_up_steps
+        self._later_spec = spec
+        self.spec = ROW_LOSSES["sft"] if warm_up_steps else spec
+        """The loss of the current step."""
         self._thresholds = list[Tensor]()
         """For each update, the lowest entropy of tokens that are trained on; empty: all tokens are."""
         self._refusal: UsageError | None = None
@@ -62,6 +70,7 @@ class Learner:
 
     def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
         """Start step number `step` with this batch. UsageError: a group's given advantages are invalid."""
+        self.spec = ROW_LOSSES["sft"] if step <= self._warm_up_steps else self._later_spec
         longest = self.trainable.sampling.longest
         self._start(Batch.of(groups, self.spec, self._ranks, self._choices, longest=longest, step=step))
 
@@ -178,6 +187,8 @@ class Learner:
             self._computed.passes.append([Pass(batch=micro_batch) for micro_batch in packed])
         chooses = self.spec.top_entropy < 1
         first = 0 if chooses else 1  # the ratios of the first update are 1
+        if self.spec.objective != "policy":  # there are no ratios
+            return
         for model_pass in chain.from_iterable(self._computed.passes[first:]):
             # Enable gradients, as in training: without them, compiled layers use a different graph, which rounds
             # differently. In bf16 the two differ by 0.01 nats per token, while GSPO clips at 0.0003.
@@ -249,7 +260,7 @@ class Learner:
         )
         if model_pass.old_logprobs_N is None:
             self._remember(model_pass, logprobs_N.detach(), entropies_N.detach())
-        if self.trainable.reference is not None and model_pass.reference_logprobs_N is None:
+        if self.spec.needs_reference and model_pass.reference_logprobs_N is None:
             model_pass.reference_logprobs_N = self.trainable.reference_logprobs(model_pass.batch)
         assert model_pass.old_logprobs_N is not None
         loss, sums = policy_loss(

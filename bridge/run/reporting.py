@@ -76,7 +76,7 @@ class Reporters(Reporter):
 
 def sample(groups: Sequence[Group]) -> Group | None:
     """Return the group whose first completion represents a step: one with rewards, neither the best nor the worst."""
-    return next((group for group in groups if group.completions), None)
+    return next((group for group in groups if group.rewards), None)
 
 
 def prompt_text(group: Group) -> str:

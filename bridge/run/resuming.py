@@ -7,7 +7,7 @@ seed for their order, this number would refer to different problems: some would 
 import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -20,6 +20,9 @@ from bridge.core import redaction
 from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
 from bridge.optimizers import factory
+from bridge.rollouts import training_rows
+from bridge.rollouts.training_rows import TrainingRow
+from bridge.run.saving import Order
 from bridge.types import Environment, Problem
 
 MOST_COMPARED = 20_000
@@ -58,11 +61,24 @@ def _text(problem: Problem) -> str:
     return contents[0] if len(contents) == 1 and isinstance(contents[0], str) else repr(contents)
 
 
-def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment | None) -> list[str]:
+def order_of(config: TrainConfig, environment: Environment | None, rows: Sequence[TrainingRow]) -> Order:
+    """Return what the order of a run's problems and rows depends on."""
+    if environment is None and not rows:
+        return Order()
+    return Order(
+        seed=config.seed,
+        problems=None if environment is None else digest(environment),
+        rows=training_rows.digest(rows) if rows else None,
+    )
+
+
+def check(
+    source: SavedCheckpoint, config: TrainConfig, environment: Environment | None, rows: Sequence[TrainingRow] = ()
+) -> list[str]:
     """Return the changes since the checkpoint, one line each.
 
-    `config` is what the user chose for the resumed run; `environment` has its problems, unless rollouts come from
-    elsewhere.
+    `config` is what the user chose for the resumed run; `environment` has the problems that it trains on, unless
+    rollouts come from elsewhere, and `rows` those of a file.
 
     Raises:
         UsageError: the position in the data is not valid with these choices.
@@ -72,6 +88,8 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
     now = flattened(TrainConfig, config.model_dump(mode="json"))
     differing = {key for key, value in now.items() if key in before and before[key] != value}
     seed = before.get("seed") if progress.seed is None else progress.seed
+    if progress.step < config.num_row_steps:
+        _check_rows(source, before, config, rows)
     if environment is not None and seed is not None and seed != config.seed:
         raise UsageError(
             f"--seed {config.seed}: {source.folder} was trained on {progress.problems_drawn:,} problems in the order of"
@@ -108,6 +126,29 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
         " skipped anyway; let __iter__ yield the same problems each time"
     )
     return lines
+
+
+def _check_rows(
+    source: SavedCheckpoint, before: Mapping[str, Any], config: TrainConfig, rows: Sequence[TrainingRow]
+) -> None:
+    """Raise UsageError if the rows, their order or their number in a batch changed before the last step on rows."""
+    progress = source.progress
+    if progress.rows is None:  # the steps before it were not on rows
+        return
+    key = config.rows_key
+    where = f"{source.folder} is from step {progress.step} of {config.num_row_steps} on rows"
+    if training_rows.digest(rows) != progress.rows:
+        raise UsageError(
+            f"{flag(key)} {config.get(key)}: these are not the rows that the run trained on; {where}",
+            hint=f"give the same {flag(key)}, or {_new_run_hint(source, config.mode)}",
+        )
+    for changed in ("seed", "batch_size"):
+        if before.get(changed, config.get(changed)) != config.get(changed):
+            raise UsageError(
+                f"{flag(changed)} {config.get(changed)}: {where} in batches of {before['batch_size']} in the order of"
+                f" --seed {before['seed']}; some rows would come twice, others never",
+                hint=f"{flag(changed)} {before[changed]}, or {_new_run_hint(source, config.mode)}",
+            )
 
 
 def _new_run_hint(source: SavedCheckpoint, mode: str) -> str:

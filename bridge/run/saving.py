@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
@@ -22,6 +23,16 @@ from bridge.planning.memory import GIB
 from bridge.types import Group, TrainedProblems
 
 logger = logging.getLogger(__name__)
+
+
+class Order(NamedTuple):
+    """What the order of a run's problems and rows depends on; None: it has none."""
+
+    seed: int | None = None
+    problems: str | None = None
+    """The problems' digest."""
+    rows: str | None = None
+    """The rows' digest."""
 
 
 class Checkpoints:
@@ -43,8 +54,8 @@ class Checkpoints:
         """The step of the weights in memory."""
         self.trained = TrainedProblems()
         """The problems that these weights were trained on."""
-        self.order: tuple[int, str] | None = None
-        """On the rank that saves: the seed of the problems' order, and their digest."""
+        self.order = Order()
+        """On the rank that saves: what the order of problems and rows depends on."""
         self._is_half_written = False
         """Whether an error interrupted a write, so that the weights in memory are unusable."""
         self._saved: dict[int, Path] = {}
@@ -174,13 +185,13 @@ class Checkpoints:
         logger.info(f"the weights of step {self.step}, without the optimizer's state, are in {folder}")
 
     def _progress(self) -> Progress:
-        seed, problems = self.order or (None, None)
         return Progress(
             step=self.step,
             weight_version=self._policy.version,
             problems_drawn=self.trained.below,
             problems_beyond=tuple(sorted(self.trained.beyond)),
-            seed=seed,
-            problems=problems,
+            seed=self.order.seed,
+            problems=self.order.problems,
+            rows=self.order.rows,
             run_dir=self._run.path.absolute(),
         )

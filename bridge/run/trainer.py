@@ -35,6 +35,8 @@ from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.optimizers import factory
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Stream
+from bridge.rollouts.row_stream import RowStream
+from bridge.rollouts.training_rows import TrainingRow
 from bridge.run import resuming
 from bridge.run.learner import Learner, log_uncorrected
 from bridge.run.reporting import Reporter
@@ -67,9 +69,9 @@ def restarting_the_server(operation: Callable[..., Result]) -> Callable[..., Res
 class Run:
     """One training run, up to step `config.training_steps`.
 
-    `environment` has the problems; None if rollouts come from elsewhere. `chosen` is what the user chose, if `config`
-    also has derived values. `process` is the server, if this run started it. `resume` is the checkpoint to resume from.
-    `ranks` are the processes that train together.
+    `environment` has the problems; None if rollouts come from elsewhere. `rows` are given completions, for the first or
+    all steps. `chosen` is what the user chose, if `config` also has derived values. `process` is the server, if this
+    run started it. `resume` is the checkpoint to resume from. `ranks` are the processes that train together.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class Run:
         directory: RunDirectory,
         reporter: Reporter,
         *,
+        rows: Sequence[TrainingRow] = (),
         chosen: TrainConfig | None = None,
         process: ServerProcess | None = None,
         resume: SavedCheckpoint | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        self._rows = rows
         self._chosen = chosen or config
         self._config = config.changed(save_path=config.checkpoints.save_path or directory.checkpoints)
         self._environment = environment
@@ -165,8 +169,9 @@ class Run:
 
     @restarting_the_server
     def _take_groups(self, step: int) -> list[Group]:
-        count = self._config.rollouts.batch_size // self._config.sampling.group_size
-        return self._stream.take(count, step=step)
+        config = self._config
+        is_warm_up = step <= config.rollouts.warm_up_steps
+        return self._stream.take(config.rollouts.batch_size if is_warm_up else config.groups_per_batch, step=step)
 
     @deferred_interrupt()  # every published step gets its metrics; after Ctrl-C no server is restarted
     @restarting_the_server
@@ -189,12 +194,13 @@ class Run:
             measuring.rollouts(groups, self._stream, served=served),
             measuring.times(window.times, rollout_s=seconds[0], train_s=seconds[1]),
             learnt,
+            {"objective": "sft" if step <= self._config.rollouts.warm_up_steps else self._config.loss.name},
             {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt["updates"] else 0.0},
             measuring.devices(self._opened.device, self._ranks.world_size),
         )
         self._steps.append(metrics)
         if self._ranks.is_rank_zero:
-            if self._config.tracking.save_rollouts:
+            if self._config.tracking.save_rollouts and step > self._config.num_row_steps:
                 self._directory.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
             self._directory.append(metrics)
         self._alarms.check(metrics, is_published=window.times.version != served)
@@ -255,13 +261,28 @@ class Run:
     def _settled(self) -> TrainConfig:
         """Return the configuration with defaults resolved that depend on the loss."""
         config = self._config.settled()
-        spec = self._learner.spec
-        parts = () if config.loss.is_own else LOSS_PARTS
-        chosen = {part: value for part in parts if (value := getattr(spec, part)) != math.inf}
+        parts = () if config.loss.is_own or config.loss.takes_rows else LOSS_PARTS
+        chosen = {part: value for part in parts if (value := getattr(self._spec, part)) != math.inf}
         return config.changed(**chosen)
 
     def _open_stream(self) -> Stream:
-        """Open the source of rollouts that --rollouts names."""
+        """Open the rows of a file, if the run trains on some, and the source of rollouts that --rollouts names."""
+        config = self._config
+        if not config.num_row_steps:
+            return self._open_rollouts()
+        assert self._rows, "no rows to train on"
+        if config.rollouts.warm_up_steps and config.sampling.temperature != 1:
+            logger.info(
+                f"the warm-up trains log-probabilities at --temperature {config.sampling.temperature:g}, as the steps"
+                " after it do"
+            )
+        return RowStream(
+            self._rows,
+            seed=config.seed, num_steps=config.num_row_steps,
+            other=self._open_rollouts() if config.samples_problems else None,
+        )  # fmt: skip
+
+    def _open_rollouts(self) -> Stream:
         config = self._config
         if config.rollouts.source == "atropos":
             return self._open_atropos_stream()
@@ -295,7 +316,10 @@ class Run:
             restart_interval=config.publishing.restart_interval,
         )  # fmt: skip
         schedule = factory.schedule(config.optimizer, config.training_steps)
-        self._learner = Learner(self._policy.trainable, LossSpec.of(config.loss), schedule)
+        self._spec = LossSpec.of(config.loss)
+        self._learner = Learner(
+            self._policy.trainable, self._spec, schedule, warm_up_steps=config.rollouts.warm_up_steps
+        )
         self._checkpoints = Checkpoints(config.checkpoints, self._directory, self._policy)
         if self._ranks.is_rank_zero:
             self._checkpoints.log_lack_of_room(config.optimizer.name)
@@ -306,15 +330,18 @@ class Run:
         if self._pauses.stops_sampling and config.publishing.pause_while_training is None:
             logger.info("sampling stops while a step is computed, since both would share the GPU")
         self._alarms = Alarms(mismatch_limit=config.loss.mismatch_alarm)
-        self._goal = goal_of(config.stop_at, self._learner.spec.metrics)
+        self._goal = goal_of(config.stop_at, self._spec.metrics)
 
     def _load(self) -> None:
         """Load the checkpoint to resume from: weights, optimizer, random state and position in the data."""
-        if self._environment is not None and self._ranks.is_rank_zero:
-            self._checkpoints.order = self._config.seed, resuming.digest(self._environment)
+        trained_on = None if self._config.loss.takes_rows else self._environment
+        if self._ranks.is_rank_zero:
+            self._checkpoints.order = resuming.order_of(self._config, trained_on, self._rows)
         if self._resume is not None:
             self._resume.check_left(self._config.training_steps)
-            changes = resuming.check(self._resume, self._chosen, self._environment) if self._ranks.is_rank_zero else ()
+            changes: Sequence[str] = ()
+            if self._ranks.is_rank_zero:
+                changes = resuming.check(self._resume, self._chosen, trained_on, self._rows)
             for line in changes:
                 logger.info(line)
             self._checkpoints.load(self._resume)

@@ -103,7 +103,7 @@ def demo(
     if rank_process.OWN_RANK.get() is None:
         start_ranks(rank_gpus.of_started(serve, 1, train.dp_size(1), gpus=gpus))
     with servers.preloading(), rank_process.joined() as world:
-        environment = load_environment(train.task, train.rollouts, train.evaluation)
+        environment = load_environment(train)
         own = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
         run = own or rank_process.join_run_directory(world, out)
         if world.is_rank_zero:

@@ -20,13 +20,14 @@ from bridge_cli import consistency, console, live, rank_process
 from bridge_cli.open_or_resume import open_run
 from bridge_cli.rank_gpus import RankLayout
 from bridge_cli.run_ending import print_ending
-from bridge_cli.task_environment import load_environment
+from bridge_cli.task_environment import load_environment, load_rows
 
 if TYPE_CHECKING:
     from bridge.checkpoints.checkpoint import SavedCheckpoint
     from bridge.checkpoints.metrics import Summary
     from bridge.modes.mode import ServerProcess
     from bridge.ranks.world import Ranks
+    from bridge.rollouts.training_rows import TrainingRow
 
 
 class ReplicaServer(NamedTuple):
@@ -116,9 +117,10 @@ class Launch:
         if chosen.hosts > 1:
             choices = [chosen] if self.servers.serve is None else [chosen, self.servers.serve]
             consistency.check(world, choices, self.servers.vllm_flags)
-        environment = world.run_on_all(lambda: load_environment(chosen.task, chosen.rollouts, chosen.evaluation))
+        environment = world.run_on_all(lambda: load_environment(chosen))
         self.servers.check()
-        config, run_dir, resume = world.run_on_rank_zero(lambda: self._open(environment))
+        rows = world.run_on_all(lambda: load_rows(chosen, self.servers.max_model_len))
+        config, run_dir, resume = world.run_on_rank_zero(lambda: self._open(environment, rows))
         if chosen.hosts > 1 and chosen.restarts:
             assert config.checkpoints.save_path is not None, "derived from the run directory"
             consistency.check_shared(world, config.checkpoints.save_path)
@@ -131,13 +133,15 @@ class Launch:
             with self.servers.serving(world, config.sampling, run) as server:
                 train_on(
                     server, config, environment, run,
-                    chosen=chosen, resume=resume, ranks=world, as_json=self.as_json,
+                    rows=rows, chosen=chosen, resume=resume, ranks=world, as_json=self.as_json,
                 )  # fmt: skip
         finally:
             if world.is_rank_zero:
                 print_ending(run, config.checkpoints, config.way, config.training_steps)
 
-    def _open(self, environment: Environment | None) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
+    def _open(
+        self, environment: Environment | None, rows: "Sequence[TrainingRow]"
+    ) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
         """Open the run, and check everything that can be checked before vLLM starts; called on the first rank.
 
         Returns the configuration with derived values, the run directory, and the checkpoint to resume from. Ranks
@@ -145,7 +149,7 @@ class Launch:
         """
         from bridge.agents import rehearsal
 
-        config, self.directory, resume = open_run(self.config, environment)
+        config, self.directory, resume = open_run(self.config, environment, rows)
         sampling = self.servers.prepare(config.sampling)
         config = config.model_copy(update={"sampling": sampling})
         if environment is not None:
@@ -178,6 +182,7 @@ def train_on(
     environment: Environment | None,
     run: RunDirectory,
     *,
+    rows: "Sequence[TrainingRow]" = (),
     chosen: TrainConfig | None = None,
     resume: "SavedCheckpoint | None",
     ranks: "Ranks",
@@ -185,13 +190,16 @@ def train_on(
 ) -> "Summary":
     """Train on a server, print one line per step, and write everything to `run`.
 
-    `chosen` is what the user chose, if `config` also has derived values.
+    `rows` are given completions to train on. `chosen` is what the user chose, if `config` also has derived values.
     """
     from bridge.run import reporting
     from bridge.run.trainer import Run
 
     config = config.changed(**server.choices)
-    run_of = partial(Run, config, environment, run, chosen=chosen, process=server.process, resume=resume, ranks=ranks)
+    run_of = partial(
+        Run, config, environment, run,
+        rows=rows, chosen=chosen, process=server.process, resume=resume, ranks=ranks,
+    )  # fmt: skip
     if not ranks.is_rank_zero:
         with console.printing_only(*console.OF_STARTS):  # the first rank prints all other lines
             return run_of(reporting.Reporter()).train()

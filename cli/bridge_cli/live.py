@@ -412,7 +412,7 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
     """Return the figures of a step in columns: as many as fit into `width`."""
     figures = [
         f"step {metrics.step:{len(str(num_steps))}}/{num_steps}",
-        f"reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}",
+        _result(metrics),
         f"len {whole_or_dash(metrics.completion_tokens_mean):>5}",
         f"truncated {percent_or_dash(metrics.truncated_share):>4}",
         f"entropy {or_dash(metrics.entropy, 3)}",
@@ -426,6 +426,16 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
     while width is not None and len(GAP.join(figures)) > width and len(figures) > 1:
         figures.pop()
     return GAP.join(figures)
+
+
+def _result(metrics: StepMetrics) -> str:
+    """Return what a step achieved: its reward, or its loss if it was on given completions."""
+    objective = metrics.get("objective")
+    if objective == "dpo":
+        return f"dpo loss {metrics.loss:.4f}  margin {metrics.margin:.4f}"
+    if objective == "sft":
+        return f"sft loss {metrics.loss:.4f}"
+    return f"reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}"
 
 
 def summary_line(summary: Summary) -> str:

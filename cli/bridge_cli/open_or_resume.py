@@ -4,7 +4,7 @@ Not covered: restoring the checkpoint's state (`bridge/run/resuming.py`).
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,13 @@ from bridge_cli.rank_process import OWN_RANK
 
 if TYPE_CHECKING:
     from bridge.checkpoints.checkpoint import SavedCheckpoint
+    from bridge.rollouts.training_rows import TrainingRow
 
 
 def open_run(
-    config: TrainConfig, environment: Environment | None = None
+    config: TrainConfig, environment: Environment | None = None, rows: "Sequence[TrainingRow]" = ()
 ) -> "tuple[TrainConfig, RunDirectory, SavedCheckpoint | None]":
-    """Open the run of `config`, which trains on the problems of `environment`, before anything is started.
+    """Open the run of `config`, which trains on the problems of `environment` and on `rows`, before anything starts.
 
     Return the configuration with the checkpoint folder set, the run directory, and the checkpoint to resume from.
     """
@@ -48,12 +49,15 @@ def open_run(
         run_dir, folder, checkpoint = _resumed(run_dir, folder, prefix, wanted)
     if checkpoint is not None:
         checkpoint.check_left(config.training_steps)
-        resuming.check(checkpoint, config, environment)  # the reporter logs changed choices once the run is open
+        trained_on = None if config.loss.takes_rows else environment
+        resuming.check(checkpoint, config, trained_on, rows)  # the reporter logs changed choices once the run is open
     made = folder_claim.make(folder, what="checkpoint folder", flag="--save-path") if folder else ()
     try:
         steps = range(checkpoint.progress.step if checkpoint else 0, config.training_steps)
         _refuse_overwriting(folder, run_dir, prefix, steps, resume=config.resume)
         task = config.task.environment if config.rollouts.samples_here else config.rollouts.source
+        if config.loss.takes_rows:
+            task = config.loss.name
         run = _directory(run_dir, folder, checkpoint, task, resume=config.resume)
     except BaseException:
         folder_claim.remove_unused(made)

@@ -61,7 +61,7 @@ def run(
     if not is_rank:
         # cheap checks come first: importing torch and transformers takes seconds
         start_checks.check_folder(serve.model)
-        check_files(train.task, train.rollouts)
+        check_files(train)
         if train.hosts == 1:  # with several hosts, only the first rank's server uses this port
             start_checks.check_port(serve.host, serve.port)
     if on_ray:

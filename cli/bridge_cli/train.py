@@ -31,7 +31,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
             )
     check_host(config.model_name, config.optimizer, config.mode, config.lora, hosts=config.hosts)
     check_folder(config.model_name, needs_config=False)  # the tokenizer is enough
-    check_files(config.task, config.rollouts)
+    check_files(config)
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
     replicas = running_servers.find(config.server, attaches=config.needs_patched_server)

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from bridge.core import json_lines, paths
 from bridge.core.foreign_code import reason_of, shortened
@@ -26,6 +26,8 @@ from bridge.core.problem_form import problem_fault
 from bridge.errors import RewardError, UsageError, first_few
 from bridge.types import Problem
 
+Made = TypeVar("Made")
+"""What a row is converted to."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 """Suffixes of files with rows."""
@@ -49,7 +51,7 @@ MAX_SHOWN_FAULTS = 10
 
 
 class BadRowError(ValueError):
-    """A row that is not a valid problem; reported in one error together with all others."""
+    """A row that cannot be used; reported in one error together with all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +93,15 @@ class Rows:
 
     def problems(self, make: Callable[[dict[str, Any]], Problem]) -> list[Problem]:
         """Convert all rows to problems with `make`; raise RewardError if any row is bad, or if there are no rows."""
-        problems = list[Problem]()
+        return self.converted(make, "name the columns to read with --prompt-column and --answer-column")
+
+    def converted(self, make: Callable[[dict[str, Any]], Made], hint: str) -> list[Made]:
+        """Convert all rows with `make`; raise RewardError if any row is bad, or if there are no rows."""
+        made = list[Made]()
         places = dict[str, list[str]]()  # fault -> the rows with this fault
         for row in self.rows:
             try:
-                problems.append(make(_located(_values(row.content), row.folder)))
+                made.append(make(_located(_values(row.content), row.folder)))
             except BadRowError as error:
                 places.setdefault(str(error), []).append(row.place)
         if places:
@@ -107,12 +113,11 @@ class Rows:
             shown = first_few(faults, most=MAX_SHOWN_FAULTS)
             raise RewardError(
                 f"{self.source}: {num_bad} of {len(self.rows)} rows are bad: {shown}",
-                hint="fix these rows (a JSONL file has a JSON object in each line), or name the columns to read with"
-                " --prompt-column and --answer-column",
+                hint=f"fix these rows (a JSONL file has a JSON object in each line), or {hint}",
             )
-        if not problems:
+        if not made:
             raise RewardError(f"{self.source} has no rows", hint="give it one problem per row")
-        return problems
+        return made
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:

@@ -123,7 +123,7 @@ def test_opened_run_can_be_sent_to_other_ranks(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     given = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
     job = Launch(config=given, servers=RecordedServers(), layout=None, as_json=False)
-    config, run_dir, resume = messages.loads(messages.dumps(job._open(None)))
+    config, run_dir, resume = messages.loads(messages.dumps(job._open(None, [])))
     assert job.directory is not None
     assert run_dir == job.directory.path
     assert config.checkpoints.save_path == job.directory.checkpoints

@@ -21,7 +21,7 @@ def made(
     trainable = trainable_of(
         opened, prepared,
         compute=config.compute, optimizer=config.optimizer, lr=config.learning_rate, loss=config.loss,
-        sampling=config.sampling, batch_size=config.rollouts.batch_size, replicas=config.replicas, hosts=config.hosts,
+        sampling=config.sampling, num_groups=config.groups_per_batch, replicas=config.replicas, hosts=config.hosts,
         seed=config.seed, has_adapter=config.mode == "lora_only", model_name=config.model_name,
         max_model_len=max_model_len, ranks=ranks,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,6 +26,7 @@ from bridge.passes import preparation
 from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
+from bridge.rollouts.training_rows import TrainingRow
 from bridge.run import trainer
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update, Window
@@ -186,12 +187,16 @@ class Run:
     reported: list[StepMetrics] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
     report: Callable[[StepMetrics], None] = lambda _: None
+    rows: Sequence[TrainingRow] = ()
+    """Given completions to train on."""
 
     def train(self, environment: Letters | None = None, engine: ServerProcess | None = None, **choices: Any) -> Summary:
         run = RunDirectory.create(self.folder / "run", environment="letters")
         reporter = Listener(self._report)
         with run.recording():
-            return trainer.Run(self.config(**choices), environment or Letters(), run, reporter, process=engine).train()
+            problems = environment or Letters()
+            config = self.config(**choices)
+            return trainer.Run(config, problems, run, reporter, rows=self.rows, process=engine).train()
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
@@ -200,7 +205,8 @@ class Run:
         run = RunDirectory.reopen(newest.progress.run_dir, newest.progress.step)
         problems = environment or Letters()
         with run.recording():
-            return trainer.Run(self.config(**choices), problems, run, Listener(self._report), resume=newest).train()
+            reporter = Listener(self._report)
+            return trainer.Run(self.config(**choices), problems, run, reporter, rows=self.rows, resume=newest).train()
 
     @property
     def told_before(self) -> list[str]:

@@ -103,6 +103,45 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         {},
+        {"loss": "dpo", "mode": "none"},
+        "--loss dpo needs a frozen reference, but --mode none overwrites",
+    ),
+    *(
+        ({}, {"loss": "sft", key: value}, f"{shown} has no effect with --loss sft, whose completions are given")
+        for key, value, shown in (
+            ("group_size", 4, "--group-size 4"),
+            ("advantage_scale", "batch", "--advantage-scale batch"),
+            ("mask_truncated", True, "--mask-truncated"),
+            ("top_entropy", 0.2, "--top-entropy 0.2"),
+            ("mismatch", "none", "--mismatch none"),
+            ("max_staleness", 1, "--max-staleness 1"),
+            ("groups_in_flight", 64, "--groups-in-flight 64"),
+            ("skip_without_signal", True, "--skip-without-signal"),
+            ("overlong_buffer", 16, "--overlong-buffer 16"),
+            ("router_replay", True, "--router-replay"),
+        )
+    ),
+    *(
+        (
+            LORA,
+            {"loss": "dpo", key: value},
+            f"{shown} cannot be combined with --loss dpo, a mean over pairs",
+        )
+        for key, value, shown in (
+            ("aggregation", "token_mean", "--aggregation token_mean"),
+            ("kl_coef", 0.1, "--kl-coef 0.1"),
+            ("entropy_coef", 0.1, "--entropy-coef 0.1"),
+        )
+    ),
+    ({}, {"loss": "sft", "temperature": 0.7}, "--loss sft trains log-probabilities at temperature 1, found --temperat"),
+    ({}, {"loss": "sft", "rollouts": "atropos"}, "--loss sft takes its completions from --data, found --rollouts atro"),
+    (
+        {"warm_up_data": "rows.jsonl"},
+        {"loss": "sft", "warm_up_steps": 2},
+        "--loss sft trains on rows in every step, found --warm-up-steps 2",
+    ),
+    (
+        {},
         {"offload_optimizer": True, "optimizer": "adamw-8bit"},
         "--offload-optimizer keeps float32 states in host memory",
     ),
@@ -193,6 +232,17 @@ def test_every_excluded_combination_has_a_test_case() -> None:
         {**EXPERTS, "lora_handover": "disk", "tensor_parallel_size": 2},
         {**EXPERTS, "lora_r": 8},
         {"kl_coef": 0.1, "reference_model": "other"},
+        {"loss": "dpo", "reference_model": "other"},
+        {"loss": "dpo", **LORA, "dpo_beta": 0.5},
+        {
+            "loss": "sft",
+            **LORA,
+            "kl_coef": 0.1,
+            "aggregation": "sequence_mean",
+            "eval_samples": 1,
+            "environment": "gsm8k",
+        },
+        {"warm_up_data": "rows.jsonl", "warm_up_steps": 5, "group_size": 4, "temperature": 0.7},
         {**LORA, "kl_coef": 0.1, "kl_in_reward": True},
         {"eval_temperature": 0, "eval_samples": 1},
         {"lora_r": 16, **BY_DISK, "gpus": 2},

@@ -8,7 +8,7 @@ import pytest
 
 from bridge.agents import chat_request
 from bridge.agents.tools import Agent
-from bridge.config import EvaluationConfig, TaskConfig, TrainConfig
+from bridge.config import TaskConfig, TrainConfig
 from bridge.core.http_limits import Refusal
 from bridge.errors import RewardError, UsageError
 from bridge.types import Completion
@@ -44,7 +44,7 @@ def test_class_with_a_run_method_is_an_agent(tmp_path: Path) -> None:
     (problem,) = registry.load(TaskConfig(environment=f"{FILE}:Calling", data=str(tmp_path / "rows.jsonl")))
     assert problem["start"] == 3  # type: ignore[typeddict-item]
     config = TrainConfig.of(model_name="m", max_turns=3, tool_timeout_s=1.0, environment=f"{FILE}:Calling")
-    assert load_environment(config.task, config.rollouts, EvaluationConfig(samples=1)) is not None
+    assert load_environment(config.changed(eval_samples=1)) is not None
 
 
 MISUSES = {

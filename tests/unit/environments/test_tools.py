@@ -14,7 +14,7 @@ import pytest
 
 from bridge.agents import rehearsal
 from bridge.agents.tools import LONGEST_ANSWER, Tools, awaited
-from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
+from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
 from bridge_cli.task_environment import load_environment
@@ -336,9 +336,9 @@ def test_parts_of_a_tool_result_reach_the_model_as_text(tmp_path: Path, result: 
 
 def test_limits_of_tools_are_refused_without_tools() -> None:
     with pytest.raises(UsageError, match="--max-turns and --tool-timeout-s: only for an environment with tools"):
-        load_environment(TaskConfig(), RolloutConfig(max_turns=3, tool_timeout_s=1.0), EvaluationConfig(samples=1))
+        load_environment(TrainConfig.of(model_name="m", max_turns=3, tool_timeout_s=1.0, eval_samples=1))
     config = TrainConfig.of(model_name="m", max_turns=3, environment=f"{FILE}:Bench")
-    assert load_environment(config.task, config.rollouts, EvaluationConfig(samples=1)) is not None
+    assert load_environment(config.changed(eval_samples=1)) is not None
 
 
 @pytest.mark.timeout(60)

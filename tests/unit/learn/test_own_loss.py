@@ -240,7 +240,10 @@ def test_input_changed_in_a_later_pass_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nope", "--loss: must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo, or path/to/file.py:function, found"),
+        (
+            "nope",
+            "--loss: must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo, sft, dpo, or path/to/file.py:function",
+        ),
         ("missing.py:f", "there is no such file"),
         ("my_loss.py:g", "no function 'g' in my_loss.py; it defines f, two"),
         ("my_loss.py:two", "takes (a, b), expected one argument, the tensors"),

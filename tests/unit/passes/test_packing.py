@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
+from bridge.passes.packing import MicroBatch, Sample, longest_unit, num_tokens, packs
 from bridge.passes.routing import UNKNOWN
 
 CPU = torch.device("cpu")
@@ -74,6 +74,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "images": None,
         "several": None,
         "distinct": None,
+        "pairs_P2": None,
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert len(batch.tokens_T) == 7
@@ -101,6 +102,7 @@ def test_shared_prompt_is_packed_once() -> None:
         "images": None,
         "several": None,
         "distinct": None,
+        "pairs_P2": None,
     }
     assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11
@@ -231,3 +233,38 @@ def test_packing_is_independent_of_sample_order(share_prompts: bool) -> None:
 
 def test_packing_no_samples_gives_no_micro_batches() -> None:
     assert pack([]) == []
+
+
+def pair(number: int, *lengths: int) -> list[Sample]:
+    """Return the chosen and the rejected sample of a pair, of these lengths, with a prompt of two tokens."""
+    return [
+        replace(sample((1, 10 + number), *range(20, 18 + length), advantage=sign), pair=number)
+        for length, sign in zip(lengths, (1.0, -1.0), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 9, 20, 30, 1000])
+def test_pairs_are_never_cut(max_tokens: int, share_prompts: bool) -> None:
+    samples = [*pair(0, 6, 9), *pair(1, 4, 3), *pair(2, 12, 5), *pair(3, 3, 3)]
+    mixed = [samples[index] for index in (0, 7, 2, 4, 1, 6, 5, 3)]
+    batches = pack(mixed, max_tokens, share_prompts=share_prompts)
+    assert len(batches) == {1: 4, 9: 4 if not share_prompts else 3, 1000: 1}.get(max_tokens, len(batches))
+    seen = []
+    for batch in batches:
+        assert batch.pairs_P2 is not None
+        of_batch = [mixed[index] for index in batch.indices]
+        for chosen, rejected in batch.pairs_P2.tolist():
+            assert of_batch[chosen].pair == of_batch[rejected].pair
+            assert of_batch[chosen].advantages[0] > 0 > of_batch[rejected].advantages[0]
+            seen.append(of_batch[chosen].pair)
+        assert 2 * len(batch.pairs_P2) == len(of_batch)
+        assert len(batch.tokens_T) <= max_tokens or len(of_batch) == 2
+    assert sorted(map(str, seen)) == ["0", "1", "2", "3"]
+
+
+def test_longest_unit_is_that_of_a_whole_pair() -> None:
+    samples = [*pair(0, 6, 9), of_length(12)]
+    assert longest_unit(samples, share_prompts=False) == 15
+    assert longest_unit(samples, share_prompts=True) == 13
+    assert longest_unit(samples[2:], share_prompts=True) == 12
