@@ -42,8 +42,8 @@ from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
-MOST_SAVING = 2
-"""Maximum number of adapters in host memory that are being saved."""
+MOST_SAVING = 4
+"""Maximum number of adapters in host memory that are being saved; clients that train in turn save all at once."""
 
 
 class _LoraMode(Mode):

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import bridge
+from bridge.core.concurrency import in_thread
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
-from bridge.modes.lora import AdapterSnapshot, LoraOnRequest
+from bridge.modes.lora import MOST_SAVING, AdapterSnapshot, LoraOnRequest
 from bridge.modes.open_slots import OpenSlots
 from bridge.server.client import BridgeClient
 from bridge.weights.adapter import AdapterCopy
@@ -71,6 +72,24 @@ def assert_held(policy: bridge.Policy, expected: dict[str, tuple[Tensor, Tensor]
 def served(server: LiveServer) -> list[str]:
     answer = httpx.get(f"{server.manifest.url}/v1/models", trust_env=False).json()
     return [model["id"] for model in answer["data"][1:]]
+
+
+def test_snapshots_wait_if_too_many_are_written(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_writable, save = threading.Event(), AdapterCopy.save
+
+    def save_later(copied: AdapterCopy, folder: Path) -> None:
+        assert is_writable.wait(60)
+        save(copied, folder)
+
+    monkeypatch.setattr(AdapterCopy, "save", save_later)
+    snapshots = [policy.snapshot(f"early-{number}") for number in range(MOST_SAVING)]
+    assert not any(snapshot.folder.done() for snapshot in snapshots)
+    late = in_thread(lambda: policy.snapshot("late"), "late snapshot")
+    with pytest.raises(TimeoutError):
+        late.result(timeout=0.3)
+    is_writable.set()
+    snapshots.append(late.result(timeout=60))
+    assert all(snapshot.folder.result(timeout=60).is_dir() for snapshot in snapshots)
 
 
 @pytest.mark.parametrize("is_written", [False, True])
