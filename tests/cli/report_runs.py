@@ -46,7 +46,7 @@ def metrics(step: int, num_steps: int, *, gain: float = 0.5, seed: int = 0, **ch
         "fence_pause_s": draw.gauss(0.0052, 4e-4), "fence_prepare_s": 0.0, "fence_write_s": draw.gauss(0.0164, 9e-4),
         "fence_publish_s": draw.gauss(0.0029, 3e-4), "rollouts": f"{draw.getrandbits(64):016x}",
         "tokens_generated": int(64 * (148 + 52 * done)), "tokens_trained": int(64 * (148 + 52 * done) * 0.8),
-        "peak_memory_gib": 61.8 + 4 * (step > num_steps / 3), "device": "cuda",
+        "peak_memory_gib": 61.8 + 4 * (step > num_steps / 3), "device": "cuda", "objective": "dapo",
     }  # fmt: skip
     return StepMetrics(dict.fromkeys(RECORDED, math.nan) | {"skipped_updates": 0, "lag_shares": ()} | values | changes)
 

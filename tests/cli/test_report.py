@@ -371,6 +371,7 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
         "step",
         "weight_version",
         "fence_prepare_s",
+        "objective",
         "rollouts",
         "device",
         "train_flops",
@@ -504,3 +505,17 @@ def test_damaged_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     (series,) = record.samples(path, notes).series
     assert notes == ["r.jsonl: skipped 5 incomplete or damaged lines"]
     assert [step["number"] for step in series["steps"]] == [1, 2]
+
+
+def test_losses_of_a_run_with_a_warm_up_are_named_with_their_steps(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=6)
+    assert record.read(run.path).about["loss"] == "dapo"
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    warm = [{**row, "objective": "sft" if row["step"] <= 2 else "grpo", "reward_mean": None} for row in rows]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in warm))
+    assert record.read(run.path).about["loss"] == "sft in steps 1 to 2, grpo in steps 3 to 6"
+    page = written(run.path, out=tmp_path / "report.html")
+    assert "sft in steps 1 to 2, grpo in steps 3 to 6" in page.words
+    older = [{name: value for name, value in row.items() if name != "objective"} for row in rows]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in older))
+    assert record.read(run.path).about["loss"] == ""

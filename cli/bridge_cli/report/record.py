@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -64,7 +65,7 @@ class Run:
     """Empty unless the run finished."""
     events: list[Event]
     about: Mapping[str, str]
-    """The device, empty if unknown, and when the oldest and the newest file were written."""
+    """The loss of the steps and the device, empty if unknown, and when the oldest and the newest file were written."""
     holder: str | None
     """Pid of the process that is working in the directory."""
     samples: "Samples"
@@ -109,7 +110,11 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         name=name, path=path, steps=steps,
         samples=samples(files.rollouts, notes, longest=LONGEST_TEXT // num_runs),
         columns=_columns([rows[step] for step in steps]), config=choices, notes=notes,
-        about={"device": str(rows[steps[-1]].get("device", "")), "written": written},
+        about={
+            "loss": objectives([rows[step] for step in steps]),
+            "device": str(rows[steps[-1]].get("device", "")),
+            "written": written,
+        },
         evaluations=[evaluations[step] for step in sorted(evaluations)], holder=folder_claim.holder(path.stat().st_ino),
         server=redaction.redacted(ServeConfig.written(server)),
         derived=[*_object(config.get("derived")), *_object(server.get("derived"))],
@@ -117,6 +122,14 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         events=list(_events(files)),
         summary=summary if summary.get("steps") == steps[-1] else {},
     )  # fmt: skip
+
+
+def objectives(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the loss of a run's steps, with the steps of each if there are several; empty for an older run."""
+    phases = [(name, [row["step"] for row in phase]) for name, phase in groupby(rows, lambda row: row.get("objective"))]
+    if len(phases) == 1:
+        return str(phases[0][0] or "")
+    return ", ".join(f"{name or 'unknown'} in steps {steps[0]} to {steps[-1]}" for name, steps in phases)
 
 
 def has_step(row: Mapping[str, Any]) -> bool:
