@@ -7,6 +7,7 @@ the model's chat template cannot render is found before anything is started.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bridge.checks import model
 from bridge.config import TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import RejectedRequestError, RewardError
@@ -19,7 +20,7 @@ from bridge_environments import dataset
 def load(config: TrainConfig, max_model_len: int | None) -> list[TrainingRow]:
     """Return the rows of the file that the configuration names; empty if it trains on none.
 
-    Rows of more than `max_model_len` tokens are left out, and counted in the log.
+    Rows of more than `max_model_len` tokens are left out, and counted in the log; None: the model's own limit.
 
     Raises:
         UsageError: there is no such file.
@@ -34,7 +35,8 @@ def load(config: TrainConfig, max_model_len: int | None) -> list[TrainingRow]:
     encode = encoder.preference if config.loss.name == "dpo" else encoder.supervised
     source, _ = dataset.read(config.get(key), None, flag(key))
     rows = source.converted(_naming_faults(encode, vocabulary), "leave them out")
-    return fitting(rows, max_model_len, source.source)
+    longest = max_model_len or model.longest_sequence(model.read(config.model_name))
+    return fitting(rows, longest, source.source)
 
 
 def _naming_faults(

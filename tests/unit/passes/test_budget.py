@@ -1,5 +1,6 @@
 """The token budget: its arithmetic, its choices, and what it does when memory runs out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -472,6 +473,19 @@ def test_single_sequence_that_does_not_fit_is_refused() -> None:
     ) as caught:
         pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
     assert caught.value.hint == "--gradient-checkpointing, which recomputes activations"
+
+
+def test_pair_that_does_not_fit_is_refused() -> None:
+    pass_budget = budget(Memory(1, plain=1), micro_batch_tokens=1_000, gradient_checkpointing=False)
+    pair = [
+        replace(sample, pair=0, advantages=(sign,) * len(sample.advantages))
+        for sample, sign in zip(samples(700, 800), (1.0, -1.0), strict=True)
+    ]
+    assert pass_budget.max_tokens(pair) == 1_000
+    with pytest.raises(
+        UsageError, match="a pair of 1,500 tokens does not fit into the free memory: CUDA out of memory"
+    ):
+        pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def test_budget_larger_than_the_batch_shrinks_to_half_the_batch() -> None:
