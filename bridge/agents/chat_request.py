@@ -187,5 +187,5 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "function",
         "id": str(call["id"]),
-        "function": {"name": function["name"], "arguments": call_arguments(function["arguments"])},
+        "function": {"name": function["name"], "arguments": call_arguments(function.get("arguments"))},
     }

@@ -122,7 +122,7 @@ def _messages(given: Item) -> list[dict[str, Any]]:
 def _add(turn: dict[str, Any], kind: str, item: Item) -> None:
     """Add an item that the model wrote to the message of its turn."""
     if kind == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": item["name"], "arguments": item.get("arguments")}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif kind == "reasoning":
         turn["reasoning_content"] = "\n".join(part["text"] for part in item.get("content") or item.get("summary") or [])

@@ -90,6 +90,8 @@ PER_CALL = {"n": "group_size", "max_tokens": "max_new_tokens"}
 """vLLM's names of parameters that Bridge names differently."""
 MOST_IDS = 2**31
 """Token ids must be smaller than this: no vocabulary is larger, and tokenizers fail on larger ids."""
+NUM_REMARKED = 64
+"""Number of prompts of a call of `sample` that are looked at for remarks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,8 @@ class Policy:
         self.ranks = context.ranks
         self._num_calls = 0
         """Calls of `sample` that drew their own seed."""
+        self._has_remarked = False
+        """Whether a call of `sample` with chat messages has logged what is unusual about them and the tokenizer."""
         self._num_passes = 0
         """Calls of `forward_backward` since the last step."""
         self._closed = False
@@ -268,6 +272,7 @@ class Policy:
             self._sampler.close()
         for name in ("_vocabulary", "_sampler"):
             vars(self).pop(name, None)
+        self._has_remarked = False
 
     @cached_property
     def prepared(self) -> PreparedModel:
@@ -547,6 +552,7 @@ class Policy:
         ]
         sampling = _changed(self.sampling, parameters)
         self._vocabulary.check_stop(sampling.stop)
+        self._remark(whole, chat_template_kwargs)
         self._refuse_to_sample()
         if isinstance(self.mode, LoraOnRequest):
             with self._alone("sample"):  # a step of another thread would change what is saved
@@ -555,6 +561,21 @@ class Policy:
         self._num_calls += seed is None
         own = range(self.ranks.dp_rank, len(whole), self.ranks.dp_size) if self.ranks.is_tp_rank_zero else range(0)
         return _Request(whole, encoded, sampling, first_seed, self.endpoint, own, prompt_logprobs, self.mode)
+
+    def _remark(self, problems: Sequence[Problem], template: Mapping[str, Any]) -> None:
+        """Log what a run logs at its start about chat messages, for the first call that samples some."""
+        chats = [
+            problem
+            for problem in problems
+            if not isinstance(problem["prompt"], str) and "prompt_token_ids" not in problem
+        ]
+        if self._has_remarked or not chats:
+            return
+        self._has_remarked = True
+        for line in self._vocabulary.remarks(self.tokenizer, self.config.model_name):
+            logger.info(line)
+        for line in chat_template.remarks(self.tokenizer, chats[:NUM_REMARKED], template):
+            logger.info(line)
 
     def _problem(self, prompt: Prompt) -> Problem:
         problem: Any = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}

@@ -253,7 +253,7 @@ def _calls(message: Message) -> list[Any]:
 
 
 def _with_calls(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
-    """Return the messages with `convert` applied to the arguments of every call."""
+    """Return the messages with `convert` applied to the arguments of every call, which are None if it has none."""
     return [
         {**message, "tool_calls": [_with_arguments(call, convert) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
@@ -274,9 +274,9 @@ def _as_text(arguments: Any) -> Any:
 
 def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or "arguments" not in function:
+    if not isinstance(function, Mapping):
         return call
-    return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
 
 
 def applied(named: Any, *, has_tools: bool) -> str:

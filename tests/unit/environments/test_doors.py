@@ -195,6 +195,13 @@ def test_answers_of_tools_may_be_in_parts_at_every_door(door: Door) -> None:
     assert "<tool_response>\n3\n</tool_response>" in text
 
 
+@pytest.mark.parametrize("given", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "null"}])
+def test_call_without_arguments_has_none_at_every_door(door: Door, given: dict[str, Any]) -> None:
+    call = {"type": "function", "function": {"name": "add", **given}}
+    calling = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    assert '{"name": "add", "arguments": {}}' in door({"prompt": calling})
+
+
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
@@ -250,6 +257,24 @@ def test_library_names_columns_that_the_model_does_not_see(policy: bridge.Policy
     with logged() as lines:
         policy.sample([{"prompt": [USER], "tools": tools}])  # type: ignore[list-item]
     assert any("the model does not see tools of the prompts" in line for line in lines)
+
+
+def test_library_logs_what_a_run_logs_about_chat_messages(policy: bridge.Policy, tmp_path: Path) -> None:
+    """A turn that ends without a special token never ends a completion, which must not stay unsaid."""
+    before = policy.tokenizer
+    policy.use_tokenizer(chat.tokenizer(tmp_path, "qwen2_5"))
+    try:
+        assert policy.tokenizer.chat_template is not None
+        policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace("<|im_end|>", "<|my_end|>")
+        with logged() as lines:
+            policy.sample(["text"])
+            assert not any("chat template" in line for line in lines)
+            for _ in range(2):
+                policy.sample([[{**USER, "mood": "good"}]])
+    finally:
+        policy.use_tokenizer(before)
+    assert [line.partition(" of /")[0] for line in lines if "does not end a turn" in line] == ["the chat template"]
+    assert len([line for line in lines if "the model does not see mood in messages" in line]) == 1
 
 
 @pytest.mark.parametrize("ids", ["abc", None, 5, [1.0], [True], ["a"]])
