@@ -22,6 +22,7 @@ from bridge_environments import rewards
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
+    from bridge.rollouts.training_rows import TrainingRow
 
 Facts = Mapping[str, str]
 """Name used in messages -> a value that must be equal on all hosts."""
@@ -70,6 +71,23 @@ def check_shared(ranks: "Ranks", folder: Path) -> None:
         )
 
 
+def check_rows(ranks: "Ranks", rows: "Sequence[TrainingRow]") -> None:
+    """Check that all ranks have read the same rows, of which each trains on its share; called by all ranks.
+
+    Raises:
+        UsageError: a rank has other rows than the first one.
+    """
+    from bridge.rollouts import training_rows
+
+    first, *others = ranks.all_gather_object((socket.gethostname(), training_rows.digest(rows)))
+    if differing := next((other for other in others if other[1] != first[1]), None):
+        raise UsageError(
+            f"the rows to train on differ: {_short(first[1])} on {first[0]}, {_short(differing[1])} on {differing[0]}"
+            " (their number, and a digest of their tokens)",
+            hint="copy the same file to each host, and start the same command there",
+        )
+
+
 def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:
     """Return the facts that must be equal on all hosts, most general first."""
     choices = {key: config.get(key) for config in configs for key in config.choices()}
@@ -107,7 +125,7 @@ def _files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"the files of {name}", _digest(described.encode())
     rewarded = [name for name, _ in rewards.split(choices["reward"] or "")]
     code = [name.rpartition(":")[0] for name in (choices["environment"], choices["loss"], *rewarded)]
-    for name in dict.fromkeys([*code, choices["data"], choices["eval_data"]]):
+    for name in dict.fromkeys([*code, choices["data"], choices["eval_data"], choices["warm_up_data"]]):
         if not name:
             continue
         file = paths.expanded(name)

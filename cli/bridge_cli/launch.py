@@ -120,6 +120,7 @@ class Launch:
         environment = world.run_on_all(lambda: load_environment(chosen))
         self.servers.check()
         rows = world.run_on_all(lambda: load_rows(chosen, self.servers.max_model_len))
+        consistency.check_rows(world, rows)
         config, run_dir, resume = world.run_on_rank_zero(lambda: self._open(environment, rows))
         if chosen.hosts > 1 and chosen.restarts:
             assert config.checkpoints.save_path is not None, "derived from the run directory"

@@ -20,6 +20,7 @@ from bridge.core import folder_claim, folder_mark
 from bridge.core.process import ProcessIdentity
 from bridge.errors import UsageError
 from bridge.ranks.world import Ranks
+from bridge.rollouts.training_rows import Tokens, TrainingRow
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Holder, Lease, Status
@@ -43,7 +44,8 @@ def test_first_difference_between_hosts_is_named(tmp_path: Path, monkeypatch: py
     task = {"environment": f"{tmp_path / 'task.py'}:A"}
     files = {"reward": f"math, {tmp_path / 'mine.py'}:brief=0.5", "eval_data": str(tmp_path / "held_out.jsonl")}
     files["loss"] = f"{tmp_path / 'own_loss.py'}:clipped"
-    for name in ("mine.py", "held_out.jsonl", "own_loss.py"):
+    files |= {"warm_up_data": str(tmp_path / "rows.jsonl"), "warm_up_steps": "2"}
+    for name in ("mine.py", "held_out.jsonl", "own_loss.py", "rows.jsonl"):
         (tmp_path / name).write_text("one")
         before = facts(tmp_path, **task, **files)
         (tmp_path / name).write_text("other")
@@ -66,6 +68,21 @@ def test_first_difference_between_hosts_is_named(tmp_path: Path, monkeypatch: py
     assert f"the files of {reference}" in str(consistency.difference(ours, facts(tmp_path, **frozen)))
     monkeypatch.setattr("bridge.__version__", "0.0.1")
     assert "the version of Bridge" in str(consistency.difference(ours, facts(tmp_path, **task)))
+
+
+def refused_rows(ranks: Ranks, rows: list[list[TrainingRow]]) -> str:
+    try:
+        consistency.check_rows(ranks, rows[ranks.rank])
+    except UsageError as error:
+        return error.message
+    return ""
+
+
+def test_ranks_with_different_rows_are_refused() -> None:
+    one, other = (TrainingRow.of(Tokens([1, token], [False, True])) for token in (2, 3))
+    assert on_ranks(2, refused_rows, [[one, other], [one, other]]) == ["", ""]
+    for message in on_ranks(2, refused_rows, [[one, other], [other, one]]):
+        assert message.startswith("the rows to train on differ: 2:")
 
 
 def differing(ranks: Ranks, shared: Path) -> list[str]:
