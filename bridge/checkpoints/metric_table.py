@@ -155,8 +155,9 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
                about="Global norm of the gradient before it is clipped, mean over the step's updates."),
         Metric(name="lr", title="Learning rate", chart="plain", curve="train/lr",
                about="Learning rate of the step's first update; with a schedule, updates may have different ones."),
-        Metric(name="loss", title="Policy loss", curve="train/loss",
-               about="Policy loss, mean over the step's updates. Not a measure of progress: it need not decrease."),
+        Metric(name="loss", title="Loss", curve="train/loss",
+               about="Loss, mean over the step's updates. A policy loss is not a measure of progress: it need not"
+               " decrease, as the losses sft and dpo do."),
         Metric(name="changed_weight_share", title="Weights changed", unit="%",
                curve="train/changed_weight_share", about="Share of the weights whose bytes this step changed."),
         Metric(name="updates", title="Updates", chart="plain", curve="train/updates",

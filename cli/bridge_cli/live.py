@@ -26,6 +26,7 @@ from rich.text import Text
 from bridge.checkpoints.metric_table import METRICS, Metric, is_number
 from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary
 from bridge.checkpoints.run_directory import labelled_json
+from bridge.config.sections import ROW_LOSSES
 from bridge.core import json_lines
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.redaction import escaped
@@ -335,8 +336,10 @@ def _table(
 ) -> tuple[Table, int]:
     """Return a table of at most `room` lines, and its number of lines.
 
-    Each row has a metric's last value and bars: those declared `live` that are not always 0, and a custom loss's own.
+    Each row has a metric's last value and bars: those declared `live` that are not always 0, a custom loss's own, and
+    the loss if it is of given completions.
     """
+    shown = {"loss"} if steps and steps[-1].get("objective") in ROW_LOSSES else set()
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, min_width=12)
@@ -344,7 +347,7 @@ def _table(
     table.add_column(style="dim", no_wrap=True, justify="right")
     left = room
     for metric in steps[-1].metrics() if steps else METRICS.values():
-        if not metric.live and metric.name in METRICS:
+        if not metric.live and metric.name in METRICS and metric.name not in shown:
             continue
         is_reward = metric.name == "reward_mean"
         values = [float(value) if is_number(value := step.get(metric.name)) else math.nan for step in steps]

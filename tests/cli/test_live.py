@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_view_shows_progress_metrics_and_a_sample() -> None:
         assert part in text, part
     assert "Unscored" not in "\n".join(shown(fed(unscored=0))), "it is 0 in every step"
     assert "max" not in text, "an alarm reports the largest mismatch"
+
+
+def test_view_of_given_completions_has_the_loss_and_no_sample() -> None:
+    view = live.View(terminal(), 9)
+    for number in range(1, 5):
+        row = step(number, objective="dpo", reward_mean=math.nan, loss=0.69 - 0.01 * number, margin=0.25)
+        view.step(row, [replace(group(), rewards=())])
+    text = "\n".join(shown(view))
+    for part in ("step 4/9", "Loss", "0.65", "Preference margin", "0.25"):
+        assert part in text, part
+    assert "a sample of step" not in text
+    assert "Mean reward" not in text
+    assert live.step_line(row, 9).startswith("step 4/9  dpo loss 0.6500  margin 0.2500  len")
 
 
 @pytest.mark.parametrize(

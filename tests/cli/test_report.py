@@ -102,7 +102,7 @@ def test_page_and_json_of_a_complete_run_have_every_figure(tmp_path: Path, capsy
         assert heading in page.text
     assert {
         "Mean reward", "Parts of the reward", "Completion length, tokens", "Truncated completions, %", "Entropy, nats",
-        "Tokens clipped, %", "Tokens clipped low, %", "Tokens clipped high, %", "Gradient norm", "Policy loss",
+        "Tokens clipped, %", "Tokens clipped low, %", "Tokens clipped high, %", "Gradient norm", "Loss",
         "Weights changed, %", "Retried requests", "|Δ log-probability|, nats",
         "|Δ log-probability|, max, nats", "Tokens by mismatch, %", "Importance weight",
         "Effective sample size", "Tokens corrected, %", "Time of a step, s", "Rollouts, s", "Training, s",
