@@ -14,13 +14,18 @@ and sum the gradients of the hidden states.
 
 A row may have several targets: one product gives the logits of all of them, and only [N, K] numbers are kept.
 
-Shape suffixes: T tokens, N rows (positions that predict a sampled token), K targets of a row, H hidden size, V
-vocabulary, W words of one block of the vocabulary; X: nothing, or K.
+A teacher's logits are computed in the same blocks, so that neither model's logits exist as a whole. Divergences need
+both models' normalizers first, so forward goes over the vocabulary a second time. If the heads have different numbers
+of rows, which pad the same words, divergences are over the words that both heads have, and normalized over these.
+
+Shape suffixes: T tokens, N rows (positions that predict a sampled token), K targets of a row, H hidden size, G hidden
+size of the teacher, V vocabulary, W words of one block of the vocabulary; X: nothing, or K.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +35,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes.cut_layers import VocabularyPart, reduced
+from bridge.passes.divergence import Divergence
 from bridge.passes.packing import Kept
 
 HEAD_TOLERANCE = 0.02
@@ -70,6 +76,55 @@ class LogitTransform:
         return gradient if divisor == 1 else gradient.div_(divisor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a frozen model predicts at some rows: logits are computed from it in blocks."""
+
+    hidden_NG: Tensor
+    head_VG: Tensor
+    bias_V: Tensor | None
+    by: LogitTransform
+    words: VocabularyPart | None = None
+    """The words in this rank's head; None: the head has all words."""
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """Return the transformed logits of the words from `start` to `stop`: [N, W] float32."""
+        first = 0 if self.words is None else self.words.start
+        block = slice(start - first, stop - first)
+        raw_NW = _multiply(_operand(self.hidden_NG), _operand(self.head_VG[block]).T)
+        return self.by.apply(raw_NW, None if self.bias_V is None else self.bias_V[block])
+
+    @property
+    def num_words(self) -> int:
+        """The index after the last word in the head."""
+        return len(self.head_VG) + (0 if self.words is None else self.words.start)
+
+
+class Teacher(NamedTuple):
+    """A frozen model's prediction at each row, and the divergence of the policy from it."""
+
+    divergence: Divergence
+    prediction: Prediction
+
+
+class Scores(NamedTuple):
+    """Results of `token_logprobs`, in nats."""
+
+    logprobs_NX: Tensor
+    entropies_N: Tensor
+    divergences_N: Tensor | None = None
+    """None: there is no teacher."""
+
+    def rows(self, chosen_M: Tensor) -> "Scores":
+        """Select the results of some rows."""
+        divergences_N = self.divergences_N
+        return Scores(
+            self.logprobs_NX[chosen_M],
+            self.entropies_N[chosen_M],
+            None if divergences_N is None else divergences_N[chosen_M],
+        )
+
+
 def token_logprobs(
     hidden_NH: Tensor,
     head_VH: Tensor,
@@ -81,22 +136,24 @@ def token_logprobs(
     words: VocabularyPart | None = None,
     *,
     differentiates_entropies: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return float32 log-probabilities of `targets_NX` and the entropies, both in nats.
+    teacher: Teacher | None = None,
+) -> Scores:
+    """Return float32 log-probabilities of `targets_NX`, the entropies and the divergences from a teacher, in nats.
 
-    The entropies have a gradient only with `differentiates_entropies`.
+    The entropies have a gradient only with `differentiates_entropies`. With a teacher, no words may be filtered.
 
     With `compiles`, a block of logits is processed by one kernel forward and one backward, instead of a dozen that each
     read it, unless rows have several targets. Both results are over the words that were `kept`; None: over all words.
     `words` are the ones in this rank's head, and all ranks must call this function with the same rows; None: the head
     has all words.
 
-    Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32; with [N, K] targets -> [N, K], [N].
+    Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32 x 2 or 3; with [N, K] targets -> [N, K], [N], [N].
     """
-    applied: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, bias_V, targets_NX, by, compiles, kept, words, differentiates_entropies
+    assert teacher is None or kept is None, "the teacher's words are not filtered"
+    applied = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head_VH, bias_V, targets_NX, by, compiles, kept, words, differentiates_entropies, teacher
     )
-    return applied
+    return Scores(*applied)
 
 
 @torch.no_grad()
@@ -163,8 +220,13 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: Kept | None,
         words: VocabularyPart | None,
         differentiates_entropies: bool,
-    ) -> tuple[Tensor, Tensor]:
-        targets_NX = targets_NX if words is None else targets_NX - words.start
+        teacher: Teacher | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        first_word = 0 if words is None else words.start
+        num_common = len(head_VH)
+        if teacher is not None:
+            num_common = max(0, min(num_common, teacher.prediction.num_words - first_word))
+        targets_NX = targets_NX - first_word
         # torch compiles a single row separately; with several targets it would compare every word with every target
         compiles = compiles and len(hidden_NH) > 1 and targets_NX.dim() == 1
         maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
@@ -172,12 +234,14 @@ class _TokenLogprobs(torch.autograd.Function):
         weights_N, products_N, logits_N, counts_N = torch.zeros_like(maxima_N).repeat(4, 1).unbind()
         if targets_NX.dim() > 1:
             logits_N = torch.zeros_like(targets_NX, dtype=torch.float32)
-        sums = _Sums(maxima_N, weights_N, products_N, logits_N, counts_N)
+        sums = of_common = _Sums(maxima_N, weights_N, products_N, logits_N, counts_N)
         add = _compiled(_added) if compiles else _added
         hidden = _operand(hidden_NH)
-        for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
+        for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V, num_common):
             raw_NW = _multiply(hidden, _operand(head_VH[block]).T)
             sums = add(sums, raw_NW, bias_W, targets_NX - block.start, by, kept)
+            if block.stop == num_common:
+                of_common = sums
         sums = sums if words is None else _over_parts(sums, words.group)
         sums = sums if kept is None else _corrected(sums, kept)
         normalizers_N = sums.maxima_N + sums.weights_N.log()
@@ -191,13 +255,22 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.differentiates_entropies = differentiates_entropies
         if not differentiates_entropies:
             ctx.mark_non_differentiable(entropies_N)
-        return logprobs_NX, entropies_N
+        ctx.num_common = num_common
+        ctx.compared = ctx.prediction = divergences_N = None
+        if teacher is not None:
+            ctx.prediction = teacher.prediction
+            policy = Prediction(hidden_NG=hidden_NH, head_VG=head_VH, bias_V=bias_V, by=by, words=words)
+            ctx.compared, divergences_N = _compared(policy, of_common, teacher, num_common, compiles)
+        return logprobs_NX, entropies_N, divergences_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NX: Tensor, of_entropies_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient_NX: Tensor, of_entropies_N: Tensor, of_divergences_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_NH, head_VH, bias_V, targets_NX, normalizers_N, entropies_N = ctx.saved_tensors
         by_entropy = (of_entropies_N.contiguous(), entropies_N) if ctx.differentiates_entropies else None
+        first_word = 0 if ctx.words is None else ctx.words.start
         needs_hidden, needs_head, needs_bias, *_rest = ctx.needs_input_grad
         hidden = _operand(hidden_NH)
         differentiate = _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
@@ -205,13 +278,18 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         head_gradient_VH = torch.empty_like(head_VH) if needs_head else None
         bias_gradient_V = torch.empty_like(bias_V) if needs_bias else None
-        for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
+        for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V, ctx.num_common):
             head = _operand(head_VH[block])
             targets = targets_NX - block.start
             raw_NW = _multiply(hidden, head.T)
             dtype = head.dtype if bias_gradient_V is None else raw_NW.dtype
+            by_divergence = None
+            if ctx.compared is not None and block.stop <= ctx.num_common:
+                teacher_NW = ctx.prediction.logits(first_word + block.start, first_word + block.stop)
+                assert of_divergences_N is not None
+                by_divergence = (of_divergences_N.contiguous(), ctx.compared, teacher_NW)
             raw_NW = differentiate(
-                raw_NW, bias_W, gradient_NX, targets, normalizers_N, ctx.by, dtype, ctx.kept, by_entropy
+                raw_NW, bias_W, gradient_NX, targets, normalizers_N, ctx.by, dtype, ctx.kept, by_entropy, by_divergence
             )
             if bias_gradient_V is not None:
                 bias_gradient_V[block] = raw_NW.sum(dim=0)
@@ -224,7 +302,64 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.words is not None:
                 hidden_gradient_NH = reduced(hidden_gradient_NH, "sum", ctx.words.group)
             hidden_gradient_NH = hidden_gradient_NH.to(hidden_NH.dtype)
-        return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, None, None, None, None, None, None
+        return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, *[None] * 7
+
+
+class _Compared(NamedTuple):
+    """What the gradient of the divergences needs from the forward pass, per row and over the words that both have."""
+
+    divergence: Divergence
+    pulls_N: Tensor
+    """Sums of the words' pulls."""
+    normalizers_N: Tensor
+    teacher_normalizers_N: Tensor
+
+    def parts(self, logits_NW: Tensor, teacher_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the policy's log-probabilities of a block's words, their terms and their pulls."""
+        logprobs_NW = logits_NW - self.normalizers_N.unsqueeze(1)
+        terms_NW, pulls_NW = self.divergence.parts(logprobs_NW, teacher_NW - self.teacher_normalizers_N.unsqueeze(1))
+        return logprobs_NW, terms_NW, pulls_NW
+
+
+def _compared(
+    policy: Prediction, of_common: "_Sums", teacher: Teacher, num_common: int, compiles: bool
+) -> tuple[_Compared, Tensor]:
+    """Return the divergences over the first `num_common` words of this rank's head, [N], and what gradients need.
+
+    `of_common` are the policy's sums over the same words.
+    """
+    divergence, prediction = teacher
+    first_word = 0 if policy.words is None else policy.words.start
+    group = None if policy.words is None else policy.words.group
+    blocks = [
+        (first_word + block.start, first_word + block.stop)
+        for block, _ in _blocks(len(policy.hidden_NG), policy.head_VG[:num_common], None, num_common)
+    ]
+    targets_N = torch.zeros(len(policy.hidden_NG), dtype=torch.int64, device=policy.hidden_NG.device)
+    zeros_N = torch.zeros_like(of_common.maxima_N)
+    of_teacher = _Sums(torch.full_like(zeros_N, -torch.inf), *zeros_N.repeat(4, 1).unbind())
+    add = _compiled(_added) if compiles else _added
+    for start, stop in blocks:
+        of_teacher = add(of_teacher, prediction.logits(start, stop), None, targets_N, LogitTransform(), None)
+    pair = [sums._replace(targets_NX=zeros_N) for sums in (of_common, of_teacher)]
+    if group is not None:
+        pair = [_over_parts(sums, group) for sums in pair]
+    normalizers_N, teacher_normalizers_N = (sums.maxima_N + sums.weights_N.log() for sums in pair)
+    compared = _Compared(divergence, zeros_N, normalizers_N, teacher_normalizers_N)
+    sum_parts = _compiled(_summed_parts) if compiles else _summed_parts
+    sums_2N = zeros_N.repeat(2, 1)
+    for start, stop in blocks:
+        sums_2N += sum_parts(compared, policy.logits(start, stop), prediction.logits(start, stop))
+    if group is not None:
+        sums_2N = reduced(sums_2N, "sum", group)
+    divergences_N, pulls_N = sums_2N.unbind()
+    return compared._replace(pulls_N=pulls_N), divergences_N
+
+
+def _summed_parts(compared: _Compared, logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """Return the sums of a block's terms and of its pulls: [2, N]."""
+    _, terms_NW, pulls_NW = compared.parts(logits_NW, teacher_NW)
+    return torch.stack([terms_NW.sum(dim=1), pulls_NW.sum(dim=1)])
 
 
 class _Sums(NamedTuple):
@@ -293,11 +428,13 @@ def _raw_gradient(
     dtype: torch.dtype,
     kept: Kept | None,
     by_entropy: tuple[Tensor, Tensor] | None = None,
+    by_divergence: tuple[Tensor, _Compared, Tensor] | None = None,
 ) -> Tensor:
     """Return gradient * (onehot(target) - softmax over kept words), backpropagated through `by`, in `dtype`.
 
     With several targets, the terms are summed: the softmax is multiplied by the sum of their gradients. `by_entropy`
     are the gradients of the entropies, and the entropies: dH / dz = -p (log p + H) for a word with probability p.
+    `by_divergence` are the gradients of the divergences, what `_compared` returned, and the teacher's logits.
     """
     logits_NW = by.apply(raw_NW, bias_W)
     gradient_N = gradient_NX if gradient_NX.dim() == 1 else gradient_NX.sum(dim=1)
@@ -308,6 +445,11 @@ def _raw_gradient(
         of_entropies_N, entropies_N = by_entropy
         factors_NW = (logprobs_NW + entropies_N.unsqueeze(1)).mul_(of_entropies_N.unsqueeze(1))
         result_NW = logprobs_NW.exp_().mul_(factors_NW.add_(gradient_N.unsqueeze(1)).neg_())
+    if by_divergence is not None:
+        of_divergences_N, compared, teacher_NW = by_divergence
+        common_NW, _, pulls_NW = compared.parts(logits_NW, teacher_NW)
+        pulls_NW = pulls_NW - common_NW.exp() * compared.pulls_N.unsqueeze(1)
+        result_NW = result_NW + pulls_NW * of_divergences_N.unsqueeze(1)
     if kept is not None:
         result_NW = result_NW.masked_fill_(logits_NW < kept.thresholds_N.unsqueeze(1), 0)
     if torch.compiler.is_compiling():  # scattering would need a separate kernel, and prevent fusion
@@ -335,11 +477,17 @@ def _per_target(of_rows_N: Tensor, targets_NX: Tensor) -> Tensor:
     return of_rows_N if targets_NX.dim() == 1 else of_rows_N.unsqueeze(1)
 
 
-def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Divide the vocabulary into blocks of at most about `BLOCK_ELEMENTS` elements; yield each block with its bias."""
+def _blocks(
+    num_rows: int, head_VH: Tensor, bias_V: Tensor | None, border: int
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Divide the vocabulary into blocks of at most about `BLOCK_ELEMENTS` elements; yield each block with its bias.
+
+    No block has words on both sides of `border`.
+    """
     size = max(1, BLOCK_ELEMENTS[head_VH.device.type] // max(num_rows, head_VH.shape[1]) // BLOCK_WORDS) * BLOCK_WORDS
-    for start in range(0, len(head_VH), size):
-        block = slice(start, min(start + size, len(head_VH)))
+    starts = chain(range(0, border, size), range(border, len(head_VH), size))
+    for start in starts:
+        block = slice(start, min(start + size, border if start < border else len(head_VH)))
         yield block, None if bias_V is None else bias_V[block]
 
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import activation_offload, attention, image_embeddings, image_proof, layers, slices
 from bridge.passes.attention import Spans
+from bridge.passes.cut_layers import VocabularyPart
 from bridge.passes.image_embeddings import PackedImages
 from bridge.passes.layers import ALL, Kept
-from bridge.passes.logprobs import head_of, token_logprobs
+from bridge.passes.logprobs import Prediction, Scores, Teacher, head_of, token_logprobs
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.passes.parallel import Parallel
 from bridge.passes.routing import UNKNOWN, RouterReplay
@@ -65,29 +66,67 @@ class PreparedModel:
     def logprobs(
         self, batch: MicroBatch, temperature: float, *, differentiates_entropies: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the targets, and the entropies, both in nats.
+        """Return the first two results of `scores`: the log-probabilities of the targets, and the entropies."""
+        logprobs_NX, entropies_N, _ = self.scores(batch, temperature, differentiates_entropies=differentiates_entropies)
+        return logprobs_NX, entropies_N
 
-        The entropies have a gradient only with `differentiates_entropies`.
+    def scores(
+        self,
+        batch: MicroBatch,
+        temperature: float,
+        *,
+        differentiates_entropies: bool = False,
+        teacher: Teacher | None = None,
+    ) -> Scores:
+        """Return the log-probabilities of the targets, the entropies and the divergences from a teacher, in nats.
 
-        Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`; with `several` targets of a row [N, K], [N].
-        Every rank of a sliced pack gets all rows.
+        The entropies have a gradient only with `differentiates_entropies`. `teacher` is what another model's
+        `prediction` returned for the same rows.
+
+        Shapes: -> [N] float32 x 2 or 3; with `several` targets of a row [N, K], [N], [N]. Every rank of a sliced pack
+        gets all rows.
         """
         head_VH, bias_V, transform = head_of(self.model, temperature)
-        hidden_LH = self.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
-        without_repeats = batch if batch.distinct is None else batch.of_rows(batch.distinct.chosen_M)
-        rows = None if self.slices is None else Rows(self.slices, without_repeats)
-        own = without_repeats if rows is None else rows.own
-        hidden_NH = hidden_LH.index_select(0, own.rows_N)
-        words = None if self.parallel is None else self.parallel.head_words
-        targets = own.targets_N if own.several is None else own.several.ids_NK
-        computed = token_logprobs(
-            hidden_NH, head_VH, bias_V, targets, transform, self.is_compiled, own.kept, words,
-            differentiates_entropies=differentiates_entropies,
+        computed, rows = self._computed(batch)
+        hidden_NH = self._hidden(batch).index_select(0, computed.rows_N)
+        targets = computed.targets_N if computed.several is None else computed.several.ids_NK
+        scores = token_logprobs(
+            hidden_NH, head_VH, bias_V, targets, transform, self.is_compiled, computed.kept, self._head_words,
+            differentiates_entropies=differentiates_entropies, teacher=teacher,
         )  # fmt: skip
-        logprobs, entropies = computed if rows is None else rows.of_all(*computed)
-        if batch.distinct is None:
-            return logprobs, entropies
-        return logprobs[batch.distinct.of_rows_N], entropies[batch.distinct.of_rows_N]
+        scores = scores if rows is None else rows.of_all(scores)
+        return scores if batch.distinct is None else scores.rows(batch.distinct.of_rows_N)
+
+    @torch.no_grad()
+    def prediction(self, batch: MicroBatch, temperature: float, like: MicroBatch | None = None) -> Prediction:
+        """Return what the model predicts at the rows that it computes of a batch: this rank's, without repeats.
+
+        `like` has the same rows in other sequences: prompts without a hint, for example. Then the result is for the
+        rows that `scores` computes of it.
+        """
+        head_VH, bias_V, transform = head_of(self.model, temperature)
+        computed, rows = self._computed(batch)
+        hidden_NH = self._hidden(batch).index_select(0, computed.rows_N)
+        if like is not None and rows is not None:  # a row may lie in the slice of another rank
+            _, wanted = self._computed(like)
+            assert wanted is not None
+            hidden_NH = rows.joined(hidden_NH)[wanted.own_M]
+        return Prediction(hidden_NG=hidden_NH, head_VG=head_VH, bias_V=bias_V, by=transform, words=self._head_words)
+
+    @property
+    def _head_words(self) -> VocabularyPart | None:
+        return None if self.parallel is None else self.parallel.head_words
+
+    def _computed(self, batch: MicroBatch) -> tuple[MicroBatch, Rows | None]:
+        """Return the batch with the rows that this rank computes, and how the ranks of a sliced pack share them."""
+        without_repeats = batch if batch.distinct is None else batch.of_rows(batch.distinct.chosen_M)
+        if self.slices is None:
+            return without_repeats, None
+        rows = Rows(self.slices, without_repeats)
+        return rows.own, rows
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        return self.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
 
     def own_hidden(
         self,

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes.attention import Attended, Spans
+from bridge.passes.logprobs import Scores
 from bridge.passes.packing import MicroBatch
 from bridge.passes.recurrence import is_stateful
 from bridge.ranks.world import Ranks
@@ -122,28 +123,38 @@ class Rows:
         slices_N = batch.rows_N // length
         self._counts: list[int] = slices_N.bincount(minlength=slices.size).tolist()
         self._order_N = slices_N.argsort(stable=True)
-        own_M = self._order_N.split(self._counts)[slices.rank]
-        own = batch.of_rows(own_M)
+        self.own_M = self._order_N.split(self._counts)[slices.rank]
+        """Indices of this rank's rows among all rows."""
+        own = batch.of_rows(self.own_M)
         self.own = replace(own, rows_N=own.rows_N - slices.rank * length)
         """The pack with only the rows of this rank's slice, as indices in that slice."""
 
-    def of_all(self, logprobs_M: Tensor, entropies_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities and entropies of all ranks' rows: [M] x 2 -> [N] x 2.
+    def joined(self, of_own_MX: Tensor) -> Tensor:
+        """Return the values of all ranks' rows: [M, X] -> [N, X].
 
-        Several targets of a row are [M, K] -> [N, K]. All ranks compute the same loss from the result, so in the
-        backward pass each uses the gradient of its own rows.
+        All ranks compute the same loss from the result, so in the backward pass each uses the gradient of its own rows.
         """
         most = max(self._counts)
-        if logprobs_M.dim() > 1:
-            own_MX = torch.cat([logprobs_M, entropies_M.unsqueeze(1)], dim=1)
-        else:
-            own_MX = torch.stack([logprobs_M, entropies_M], dim=1)
-        own_2 = _padded(own_MX, most, 0)
-        by_rank = zip(_joined(own_2, self._slices).split(most), self._counts, strict=True)
-        both_N2 = torch.cat([of_rank[:count] for of_rank, count in by_rank])[self._order_N.argsort()]
-        logprobs = both_N2[:, :-1] if logprobs_M.dim() > 1 else both_N2[:, 0]
-        entropies_N = both_N2[:, -1]
-        return logprobs, entropies_N if entropies_M.requires_grad else entropies_N.detach()
+        by_rank = zip(_joined(_padded(of_own_MX, most, 0), self._slices).split(most), self._counts, strict=True)
+        return torch.cat([of_rank[:count] for of_rank, count in by_rank])[self._order_N.argsort()]
+
+    def of_all(self, scores: Scores) -> Scores:
+        """Return the scores of all ranks' rows, given those of this rank's; all in one exchange."""
+        logprobs_MX, entropies_M, divergences_M = scores
+        columns = [
+            logprobs_MX if logprobs_MX.dim() > 1 else logprobs_MX.unsqueeze(1),
+            entropies_M.unsqueeze(1),
+            *([] if divergences_M is None else [divergences_M.unsqueeze(1)]),
+        ]
+        logprobs_NX, entropies_N1, *more = self.joined(torch.cat(columns, dim=1)).split(
+            [column.shape[1] for column in columns], dim=1
+        )
+        entropies_N = entropies_N1[:, 0]
+        return Scores(
+            logprobs_NX if logprobs_MX.dim() > 1 else logprobs_NX[:, 0],
+            entropies_N if entropies_M.requires_grad else entropies_N.detach(),
+            more[0][:, 0] if more else None,
+        )
 
 
 def cut(model: PreTrainedModel, group: Ranks) -> Slices:

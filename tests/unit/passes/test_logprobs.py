@@ -63,7 +63,7 @@ def traced_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 def test_block_products_stay_below_the_size_limit(monkeypatch: pytest.MonkeyPatch, num_rows: int, hidden: int) -> None:
     """This holds for the logits and, with few rows, for the head's gradient, which a block computes in float32."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 64 * 64})
-    sizes = [block.stop - block.start for block, _ in blocks._blocks(num_rows, torch.empty(300, hidden), None)]
+    sizes = [block.stop - block.start for block, _ in blocks._blocks(num_rows, torch.empty(300, hidden), None, 300)]
     assert sizes == [64, 64, 64, 64, 44]
 
 
@@ -105,7 +105,7 @@ def test_values_and_gradients_match_float64(
     ours, exact = [x.detach().requires_grad_() for x in leaves], [x.double().requires_grad_() for x in leaves]
     targets, weights = torch.randint(VOCABULARY, (10,), device=device), torch.randn(10, device=device)
 
-    logprobs, entropies = token_logprobs(
+    logprobs, entropies, _ = token_logprobs(
         ours[0],
         ours[1],
         ours[2] if with_bias else None,
@@ -140,7 +140,7 @@ def test_bf16_logits_would_differ_more_than_two_engines() -> None:
     hidden, head = torch.randn(50, 64).bfloat16(), torch.randn(VOCABULARY, 64).bfloat16()
     targets = torch.randint(VOCABULARY, (50,))
     exact, _ = naive(hidden.double(), head.double(), targets)
-    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
+    ours, _, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
     rounded = (hidden @ head.T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     assert (ours - exact).abs().max() < 1e-4
     assert (rounded - exact).abs().max() > 0.02
@@ -155,7 +155,7 @@ def test_frozen_head_leaves_only_hidden_state_gradients() -> None:
 
 def test_empty_input_gives_empty_results_and_zero_gradients() -> None:
     hidden, head = torch.randn(0, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
-    logprobs, entropies = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN, False)
+    logprobs, entropies, _ = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN, False)
     logprobs.sum().backward()
     assert logprobs.shape == entropies.shape == (0,)
     assert head.grad is not None
@@ -201,7 +201,7 @@ def test_targets_are_found_in_all_vocabulary_blocks(compiles: bool) -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(VOCABULARY, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     targets = torch.arange(VOCABULARY)
-    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, compiles)
+    ours, _, _ = token_logprobs(hidden, head, None, targets, PLAIN, compiles)
     exact, _ = naive(hidden, head, targets)
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
     mine, theirs = (torch.autograd.grad(x.sum(), [hidden, head]) for x in (ours, exact))
@@ -211,7 +211,7 @@ def test_targets_are_found_in_all_vocabulary_blocks(compiles: bool) -> None:
 def test_distant_logits_neither_overflow_nor_vanish() -> None:
     hidden, head = torch.full((2, 1), 1e4), torch.linspace(-1, 1, VOCABULARY).unsqueeze(1)
     targets = torch.tensor([0, VOCABULARY - 1])
-    logprobs, entropies = token_logprobs(hidden, head, None, targets, PLAIN, False)
+    logprobs, entropies, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
     expected, expected_entropies = naive(hidden.double(), head.double(), targets)
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-2)
@@ -250,7 +250,7 @@ def test_filtered_values_match_a_mask_over_all_logits(
     kept, is_kept, targets = kept_of(logits, counts)
     expected, expected_entropies = filtered(logits, targets, is_kept)
     by = LogitTransform(temperature=temperature, final_logit_softcapping=cap)
-    actual, entropies = token_logprobs(
+    actual, entropies, _ = token_logprobs(
         ours[0], ours[1], None, targets, by, compiles, kept, differentiates_entropies=True
     )
     assert kept.thresholds_N.grad_fn is None
@@ -266,7 +266,7 @@ def test_entropy_alone_has_its_gradient() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(5, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     targets = torch.arange(5)
-    _, entropies = token_logprobs(hidden, head, None, targets, PLAIN, False, differentiates_entropies=True)
+    _, entropies, _ = token_logprobs(hidden, head, None, targets, PLAIN, False, differentiates_entropies=True)
     _, expected = naive(hidden, head, targets)
     mine, theirs = (torch.autograd.grad(one.sum(), (hidden, head)) for one in (entropies, expected))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -277,7 +277,7 @@ def test_tied_head_gets_both_gradients_over_kept_words() -> None:
     table, ids = torch.randn(VOCABULARY, 16, requires_grad=True), torch.arange(20)
     logits = table[ids] @ table.T
     kept, is_kept, targets = kept_of(logits, torch.full((20,), 7))
-    actual, _ = token_logprobs(table[ids], table, None, targets, PLAIN, False, kept)
+    actual, _, _ = token_logprobs(table[ids], table, None, targets, PLAIN, False, kept)
     expected, _ = filtered(logits, targets, is_kept)
     mine, theirs = (torch.autograd.grad(values.sum(), table)[0] for values in (actual, expected))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -288,7 +288,7 @@ def test_threshold_below_all_logits_changes_no_bit() -> None:
     hidden, head = torch.randn(20, 16), torch.randn(VOCABULARY, 16)
     everything = Kept(torch.full((20,), torch.finfo(torch.float32).min), torch.zeros(20))
     plain, all_kept = (
-        token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False, k) for k in (None, everything)
+        token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False, k)[:2] for k in (None, everything)
     )
     assert all(torch.equal(one, other) for one, other in zip(plain, all_kept, strict=True))
 
@@ -300,7 +300,7 @@ def test_words_near_the_threshold_barely_change_the_sum() -> None:
     kept, is_kept, targets = kept_of(logits, torch.full((200,), 20))
     moved = (logits + 0.01 * torch.randn_like(logits)).float()
     exact, _ = filtered(moved, targets, is_kept)
-    moved_logprobs, _ = token_logprobs(moved, torch.eye(VOCABULARY), None, targets, PLAIN, False, kept)
+    moved_logprobs, _, _ = token_logprobs(moved, torch.eye(VOCABULARY), None, targets, PLAIN, False, kept)
     uncounted, _ = filtered(moved, targets, moved >= kept.thresholds_N[:, None])
     assert (moved_logprobs - exact).abs().max() < 0.002
     assert (uncounted - exact).abs().max() > 0.02

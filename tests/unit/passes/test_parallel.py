@@ -295,7 +295,7 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
         mine = [leaf[rows] if index else leaf for index, leaf in enumerate(leaves)]
         mine = [leaf.clone().requires_grad_() for leaf in mine]
         hidden, head, bias = mine
-        logprobs_T, entropies_T = token_logprobs(
+        logprobs_T, entropies_T, _ = token_logprobs(
             hidden, head, bias, targets, by, compiles, kept, given, differentiates_entropies=True
         )
         (logprobs_T * torch.linspace(-1, 1, 20) + entropies_T * torch.linspace(2, -1, 20)).sum().backward()

@@ -52,13 +52,13 @@ def test_several_targets_equal_a_float64_computation(cap: float | None, compiles
     weights[:, 2] = 0
     by = LogitTransform(temperature=0.7, final_logit_softcapping=cap)
 
-    logprobs, entropies = token_logprobs(ours[0], ours[1], ours[2], targets, by, compiles)
+    logprobs, entropies, _ = token_logprobs(ours[0], ours[1], ours[2], targets, by, compiles)
     expected = exact_logprobs(exact[0], exact[1], exact[2], targets, by)
     alone = [token_logprobs(leaves[0], leaves[1], leaves[2], column, by, False) for column in targets.T]
     assert logprobs.shape == (10, 5)
     assert torch.equal(entropies, alone[0][1])
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(logprobs, torch.stack([of_column for of_column, _ in alone], dim=1))
+    assert torch.equal(logprobs, torch.stack([of_column for of_column, _, _ in alone], dim=1))
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
     for mine, theirs in zip(ours, exact, strict=True):
@@ -71,8 +71,8 @@ def test_single_target_column_equals_one_target_bitwise() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(10, 16, requires_grad=True), torch.randn(WORDS, 16, requires_grad=True)
     targets, weights = torch.randint(WORDS, (10,)), torch.randn(10)
-    one, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
-    column, _ = token_logprobs(hidden, head, None, targets.unsqueeze(1), PLAIN, False)
+    one, _, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
+    column, _, _ = token_logprobs(hidden, head, None, targets.unsqueeze(1), PLAIN, False)
     assert torch.equal(one, column.squeeze(1))
     mine = torch.autograd.grad((one * weights).sum(), [hidden, head])
     theirs = torch.autograd.grad((column.squeeze(1) * weights).sum(), [hidden, head])
@@ -87,7 +87,7 @@ def test_filtered_targets_equal_a_float64_computation() -> None:
     kept = Kept(((ordered.values[:, 19] + ordered.values[:, 20]) / 2).float(), torch.full((8,), 20.0))
     targets = ordered.indices[:, [3, 0, 19]]
     ours, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
-    logprobs, _ = token_logprobs(ours, head, None, targets, PLAIN, False, kept)
+    logprobs, _, _ = token_logprobs(ours, head, None, targets, PLAIN, False, kept)
     all_logits = exact @ head.double().T
     expected = all_logits.masked_fill(logits < ordered.values[:, 19:20], -torch.inf).log_softmax(-1).gather(1, targets)
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-4, atol=1e-4)
@@ -353,7 +353,7 @@ def with_a_cut_head(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     results = list[list[Tensor]]()
     for given, rows in ((words, own), (None, slice(None))):
         mine = hidden.clone().requires_grad_(), head[rows].clone().requires_grad_()
-        logprobs_NK, entropies_N = token_logprobs(*mine, None, targets, PLAIN, False, None, given)
+        logprobs_NK, entropies_N, _ = token_logprobs(*mine, None, targets, PLAIN, False, None, given)
         (logprobs_NK * torch.linspace(-1, 1, 60).view(20, 3)).sum().backward()
         results.append([logprobs_NK.detach(), entropies_N, *(leaf.grad for leaf in mine if leaf.grad is not None)])
     results[1][3] = results[1][3][own]
