@@ -28,6 +28,7 @@ from bridge.config import (
 from bridge.core import paths
 from bridge.core.address import free_port
 from bridge.core.foreign_code import described
+from bridge.engine import reference
 from bridge.engine.peft_settings import lora_of
 from bridge.engine.policy import Policy, path_of
 from bridge.errors import ManifestError, UsageError
@@ -128,6 +129,7 @@ def _attached(
     if several_adapters:
         chosen["lora"] = _for_several(chosen.get("lora"))
     config = _config(exported, path_found, chosen, seed=seed, num_ranks=1 if reads_only else torchrun.world_size())
+    reference.check(exported.model, config.loss)
     held = ExitStack()
     try:
         ranks = ALONE if reads_only else _join(exported, held)
@@ -320,12 +322,13 @@ def policy_loss(
             "loss dpo compares log-probabilities with a reference's, which this function does not have",
             hint="policy.forward_backward(samples, loss) computes them",
         )
-    if spec.kl_coef > 0 or spec.top_entropy < 1 or spec.entropy_coef > 0:
+    if spec.kl_coef > 0 or spec.top_entropy < 1 or spec.entropy_coef > 0 or spec.teacher_weight > 0:
         raise UsageError(
-            f"kl_coef is {spec.kl_coef:g}, entropy_coef {spec.entropy_coef:g} and top_entropy {spec.top_entropy:g}:"
-            " this loss has neither a reference nor entropies, and one micro-batch does not know those of the others",
-            hint="policy.forward_backward(samples, loss) has kl_coef and entropy_coef; or multiply batch.advantages_N"
-            " by your own mask",
+            f"kl_coef is {spec.kl_coef:g}, entropy_coef {spec.entropy_coef:g}, teacher_weight"
+            f" {spec.teacher_weight:g} and top_entropy {spec.top_entropy:g}: this loss has neither a reference, nor a"
+            " teacher, nor entropies, and one micro-batch does not know those of the others",
+            hint="policy.forward_backward(samples, loss) has kl_coef, entropy_coef and teachers; or multiply"
+            " batch.advantages_N by your own mask",
         )
     old_logprobs_N = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
     return losses.policy_loss(logprobs_N, old_logprobs_N, batch, spec)[0]

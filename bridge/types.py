@@ -37,6 +37,8 @@ class Problem(TypedDict):
     """Chat messages as text, for a model without a chat template."""
     images: NotRequired[list[str]]
     """Paths of images, in the order in which the prompt has them."""
+    hint: NotRequired[str]
+    """Text that only a teacher sees, after the prompt: a solution, or advice."""
     answer: NotRequired[Any]
     """The reference that the environment's `score` compares a completion with, if it needs one."""
 
@@ -234,6 +236,8 @@ class Group:
     """The prompt as sent to the server; for a group from an external source, the prefix that its sequences share."""
     images: Images | None = None
     """The prompt's images, as sent to the server."""
+    teacher_prompt_token_ids: tuple[int, ...] = ()
+    """The prompt as a teacher sees it, with the problem's hint; empty: there is no hint."""
     completions: tuple[Completion, ...]
     """The sampled completions that have a reward; there may be none."""
     rewards: tuple[float, ...]

@@ -68,6 +68,16 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         " --server-url http://127.0.0.1:9001": ATROPOS,
         "step 3/100  24 groups sent  reward 0.412  5,310 tok/s  queue 1.5 batches": PICTURE,
     },
+    "docs/distillation.md": {
+        "bridge distill --model MODEL --teacher TEACHER --environment gsm8k": RUN,
+        "bridge distill --config examples/recipes/distill.toml --model MODEL --teacher TEACHER": SLOW,
+        '{"prompt": "What is 17 + 25?", "answer": "42", "hint": "The answer is 42. Answer with the number alone."}': (
+            FILE
+        ),
+        "bridge distill --model MODEL --teacher self --environment jsonl --data problems.jsonl": RUN,
+        "bridge run --model MODEL --environment gsm8k --teacher TEACHER --teacher-weight 0.1": SLOW,
+        "import bridge": RUN,
+    },
     "docs/environments.md": {
         "# calculator.py": FILE,
         "bridge run --model MODEL --environment calculator.py:Calculator": RUN,

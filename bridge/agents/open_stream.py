@@ -59,13 +59,14 @@ def open_stream(
     rollouts: RolloutConfig,
     evaluation: EvaluationConfig,
     seed: int,
+    has_teacher: bool = False,
     hosts: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
     ranks: Ranks = ALONE,
 ) -> EnvironmentStream:
     """Prepare everything that does not need a server. With several replicas, the first rank of each samples a share.
 
-    `hosts` is the number of hosts that the ranks run on.
+    `hosts` is the number of hosts that the ranks run on. With `has_teacher`, groups have the prompts that it sees.
     """
     task = Task.of(environment)
     processes = chosen.reward_processes
@@ -93,7 +94,8 @@ def open_stream(
         stream = EnvironmentStream(
             task, groups, sampler, scorer,
             rollouts=rollouts, sampling=sampling, evaluation=evaluation, seed=seed,
-            max_unscored_share=chosen.max_unscored_share, progress=progress, ranks=ranks,
+            max_unscored_share=chosen.max_unscored_share, has_teacher=has_teacher, progress=progress,
+            ranks=ranks,
         )  # fmt: skip
         undo.pop_all()
     return stream

@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.agents.open_stream import group_sampler
 from bridge.agents.trajectories import as_chat
-from bridge.config import SamplingConfig, TaskConfig
+from bridge.config import OWN_WEIGHTS, SamplingConfig, TaskConfig
 from bridge.core import redaction
 from bridge.core.foreign_code import described
 from bridge.errors import RejectedRequestError, RewardError, UsageError
 from bridge.rollouts import chat_template
 from bridge.rollouts.groups import GroupSampler
+from bridge.rollouts.problems import hinted
 from bridge.rollouts.sampler import Sampler, fitting
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.scoring.score import FailedScore
@@ -49,12 +50,14 @@ def rehearse(
     sampling: SamplingConfig,
     environment: Environment,
     *,
+    teacher: str | None = None,
     max_model_len: int | None = None,
     pass_size: int = 1,
 ) -> None:
     """Encode the prompts of the problems that `tried` returns, and score made-up completions of the first ones.
 
-    Findings that are not fatal are logged. `max_model_len` is the server's longest sequence in tokens, if known.
+    Findings that are not fatal are logged. `teacher` is the one that `--teacher` names, and `max_model_len` is the
+    server's longest sequence in tokens, if known.
     `pass_size` is the number of GPUs that compute a pass together.
     """
     task = Task.of(environment)
@@ -71,6 +74,8 @@ def rehearse(
         vocabulary = Vocabulary.of(tokenizer, model_name)
         vocabulary.check_stop(sampling.stop)
         groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, pass_size=pass_size)
+        if teacher is not None:
+            _check_hints(sample, teacher, task)
         for place, problem in sample:
             _check_prompt(place, problem, groups, vocabulary, sampling, max_model_len)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for _, problem in sample)
@@ -81,7 +86,8 @@ def rehearse(
         _check_template(chosen.chat_template_kwargs, "" if is_text else "\n".join(sources))
         if task.interaction != "agent":
             prompts = [as_chat(problem) if groups.is_chat else problem for _, problem in sample]
-            read = None if chosen.data is None else (chosen.prompt_column, chosen.answer_column)
+            of_teacher = () if teacher is None else ("hint",)
+            read = None if chosen.data is None else (chosen.prompt_column, chosen.answer_column, *of_teacher)
             lines += chat_template.remarks(tokenizer, prompts, own, read=read)
             if chosen.system_prompt == "" and not is_text:
                 lines += _own_system_message(tokenizer, own)
@@ -105,6 +111,29 @@ def rehearse(
     if processes and (hidden := redaction.hidden_variables(chosen.worker_env)):
         hint += f"; it cannot read {', '.join(hidden)} (--worker-env NAME passes a variable on)"
     raise RewardError(what, hint=hint)
+
+
+def _check_hints(sample: Sequence[tuple[str, Problem]], teacher: str, task: Task) -> None:
+    """Raise UsageError if the problems lack the hints without which the trained model cannot teach itself.
+
+    RewardError: a teacher cannot be shown one of the hints.
+    """
+    with_hints = [(place, problem) for place, problem in sample if "hint" in problem]
+    if not with_hints and teacher == OWN_WEIGHTS:
+        raise UsageError(
+            f"--teacher {OWN_WEIGHTS}: no problem has a hint, without which the teacher predicts what the policy does",
+            hint="give problems a key 'hint' with a text that only the teacher sees, or name another model",
+        )
+    if with_hints and task.interaction == "agent":
+        raise UsageError(
+            "the problems have hints for the teacher, but an agent writes its prompts itself",
+            hint="use an environment with tools or single completions, or leave the key 'hint' out",
+        )
+    for place, problem in with_hints:
+        try:
+            hinted(problem)
+        except RewardError as error:
+            raise RewardError(f"{place}: {error.message}", hint=error.hint) from error
 
 
 def _check_prompt(

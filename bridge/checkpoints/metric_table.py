@@ -134,6 +134,9 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
                " kept. If a step trains on nothing, it is estimated by the mean -log-prob of the sampled tokens."),
         Metric(name="kl", title="KL from the reference", unit="nats", curve="train/kl", live=True,
                about="Mean KL(policy || reference) over the sampled tokens, estimated by k3; 0 without a reference."),
+        Metric(name="divergence", title="Divergence from the teacher", unit="nats", curve="train/divergence", live=True,
+               about="Mean divergence from the teacher over the sampled tokens, before its weight; with `sampled`, the"
+               " mean log-ratio of the sampled tokens, which estimates the reverse KL. Only with --teacher."),
         Metric(name="clipped_share", title="Tokens clipped", unit="%",
                derive=Total(("clipped_low_share", "clipped_high_share")),
                about="Share of the tokens that are clipped, because the policy has moved far enough there. Derived, not"

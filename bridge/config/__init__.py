@@ -8,6 +8,7 @@ May import: `bridge.core`.
 from bridge.config.rollouts import FeedConfig, RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.sections import (
     DEFAULT_PORT,
+    OWN_WEIGHTS,
     AdvantageScale,
     CheckpointConfig,
     ComputeConfig,
@@ -25,6 +26,7 @@ from bridge.config.train_config import TrainConfig
 
 __all__ = [
     "DEFAULT_PORT",
+    "OWN_WEIGHTS",
     "AdvantageScale",
     "CheckpointConfig",
     "ComputeConfig",

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from bridge.config.choices import Config, flag
 from bridge.config.optimizers import OPTIMIZERS
+from bridge.config.sections import POLICY_LOSSES, ROW_LOSSES
 from bridge.errors import UsageError
 
 
@@ -318,6 +319,41 @@ EXCLUDED: tuple[Exclusion, ...] = (
             "leave out --kl-in-reward (in the loss, the divergence has no such bias) or the filter",
         )
         for key, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+    ),
+    Exclusion(
+        is_("group_size", 1),
+        is_("loss", *POLICY_LOSSES),
+        "{first} cannot be combined with {second}, which compares the rewards of a prompt's completions",
+        "--group-size 2 or more; --loss distill trains on single completions",
+    ),
+    *(
+        Exclusion(
+            given("teacher"),
+            is_not(key, default),
+            "{first} cannot be combined with {second}: the teacher's distribution is not filtered",
+            "leave out {second}",
+        )
+        for key, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+    ),
+    Exclusion(
+        given("teacher"),
+        is_("loss", *ROW_LOSSES),
+        "{first} cannot be combined with {second}: a teacher judges sampled completions",
+        "--loss distill, or leave {first} out",
+    ),
+    *(
+        Exclusion(
+            is_("loss", "distill"),
+            other,
+            "{second} has no effect with {first}, which trains on every completion, whatever its reward",
+            "leave it out, or combine rewards with --teacher and --teacher-weight",
+        )
+        for other in (
+            on("skip_without_signal"),
+            below("top_entropy", 1),
+            above("overlong_buffer", 0),
+            is_not("advantage_scale", None),
+        )
     ),
     *(
         Exclusion(

@@ -119,8 +119,8 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
 class SamplingConfig(Section, panel="Batch and sampling"):
     """How completions are sampled."""
 
-    group_size: int = declare(8, ge=2, borrowed=("num_generations",))
-    """Completions per prompt."""
+    group_size: int = declare(8, ge=1, borrowed=("num_generations",))
+    """Completions per prompt; with rewards at least 2, which are compared."""
     max_new_tokens: int | None = declare(None, ge=1, borrowed=("max_completion_length", "max_response_length"))
     """Longest completion, in tokens (default: 256, or half of the server's longest sequence if that is less)."""
     temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)

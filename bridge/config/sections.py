@@ -6,11 +6,12 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from bridge.config.choices import Config
+from bridge.config.choices import Config, flag
 from bridge.config.declaration import Section, declare
 from bridge.config.optimizers import OptimizerName
 from bridge.config.rollouts import EVALUATION, LEAST_TEMPERATURE, MOST_TEMPERATURE, Names, RolloutConfig
 from bridge.core.address import Host
+from bridge.errors import UsageError
 from bridge.types import Quantization
 
 DEFAULT_PORT = 9001
@@ -18,10 +19,14 @@ MEMORY = "Memory"
 RISING = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
 """Schedules with a warmup."""
 POLICY_LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
-"""The published losses of completions that are sampled."""
+"""The published losses of completions that are sampled, and compared by their rewards."""
 ROW_LOSSES = ("sft", "dpo")
 """The losses of given completions, which a run reads from a file."""
-LOSS_NAMES = (*POLICY_LOSSES, *ROW_LOSSES)
+LOSS_NAMES = (*POLICY_LOSSES, "distill", *ROW_LOSSES)
+WITH_RATIOS = (*POLICY_LOSSES, "distill")
+"""The losses that may have probability ratios, which are clipped."""
+OWN_WEIGHTS = "self"
+"""The value of --teacher that stands for the trained model itself."""
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
 
@@ -69,14 +74,15 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
 
     name: str = declare("dapo", is_path=True)
     """Policy loss: `dapo`, `grpo`, `dr_grpo`, `gspo`, `cispo` or `rloo` as published, or your own,
-    `file.py:function`; the choices below override parts of it. `sft` and `dpo` train on the rows of --data."""
+    `file.py:function`; the choices below override parts of it. `distill` is the divergence from a --teacher instead of
+    rewards; `sft` and `dpo` train on the rows of --data."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """Average over all tokens, over completions after the tokens of each, or over a constant (default: the loss's own;
     `token_mean` for your own)."""
-    clip_low: float | None = declare(None, gt=0, lt=1, borrowed=("clip_ratio_low",), only=("loss", POLICY_LOSSES))
+    clip_low: float | None = declare(None, gt=0, lt=1, borrowed=("clip_ratio_low",), only=("loss", WITH_RATIOS))
     """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
     clip_high: float | None = declare(
-        None, gt=0, borrowed=("epsilon_high", "clip_ratio_high"), only=("loss", POLICY_LOSSES)
+        None, gt=0, borrowed=("epsilon_high", "clip_ratio_high"), only=("loss", WITH_RATIOS)
     )
     """Clip the probability ratio above 1 + clip_high (default: the loss's own)."""
     clip_dual: float | None = declare(
@@ -84,7 +90,7 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     )
     """Clip the probability ratio of tokens with a negative advantage above this, such as 3 (default: no such clip)."""
     ratio_level: Literal["token", "sequence"] | None = declare(
-        None, borrowed=("importance_sampling_level",), only=("loss", POLICY_LOSSES)
+        None, borrowed=("importance_sampling_level",), only=("loss", WITH_RATIOS)
     )
     """Compute probability ratios per token or per sequence (default: the loss's own)."""
     advantage_scale: AdvantageScale | None = None
@@ -108,6 +114,22 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     reference_model: str | None = declare(None, only=("mode", ("shared_vllm", "none")), is_path=True)
     """Frozen reference model of --kl-coef and `dpo`, loaded beside the trained one; `lora_only` uses its own base
     instead."""
+    teacher: str | None = declare(None, synonyms=("teacher_url",), is_path=True)
+    """Teacher of a distillation: a model, loaded once beside the trained one; `self`, the trained weights, which see
+    the problem's `hint`; or a server's URL, which gives only log-probs of tokens (default: no teacher)."""
+    teacher_weight: float | None = declare(None, gt=0)
+    """Weight of the divergence from the teacher (default: 1 with --loss distill)."""
+    divergence: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] | None = None
+    """Divergence from the teacher: reverse KL, forward KL or the generalized Jensen-Shannon divergence, exact over the
+    whole vocabulary; or `sampled`, the sampled token's log-ratio as its advantage (default: `reverse_kl`; `sampled`
+    with a URL)."""
+    jsd_beta: float = declare(0.5, gt=0, lt=1, only=("divergence", ("jsd",)))
+    """The teacher's share of the mixture that `jsd` compares both models with."""
+    teacher_top_k: int = declare(0, ge=0)
+    """With a URL, how many of the teacher's likeliest tokens to compare; all others count as one (default: none, only
+    the sampled token)."""
+    offload_teacher: bool = False
+    """Keep the teacher's layers in host memory between its passes."""
     mismatch: Literal["truncate", "mask", "none"] = "truncate"
     """Importance-sampling correction where vLLM and the trainer disagree on a token's probability: truncate its weight
     (TIS), mask the token outside the bounds (IcePop), or none."""
@@ -142,6 +164,69 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     def needs_reference(self) -> bool:
         """Whether the loss needs the log-probabilities of a frozen reference."""
         return self.kl_coef > 0 or self.name == "dpo"
+
+    @property
+    def has_remote_teacher(self) -> bool:
+        """Whether the teacher is a server."""
+        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def exact_divergence(self) -> Literal["reverse_kl", "forward_kl", "jsd"] | None:
+        """The divergence that is part of the loss; None: there is no teacher, or it changes advantages instead."""
+        if self.teacher is None or self.divergence == "sampled":
+            return None
+        if self.has_remote_teacher and not self.teacher_top_k:
+            return None
+        return self.divergence or "reverse_kl"
+
+    @property
+    def uses_advantages(self) -> bool:
+        """Whether the loss depends on advantages: those of rewards, or of sampled tokens under a teacher."""
+        return self.name != "distill" or self.exact_divergence is None
+
+    def check_teacher(self) -> None:
+        """Raise UsageError if the choices of the teacher do not fit together."""
+        if self.teacher is None:
+            for key in ("teacher_weight", "divergence", "teacher_top_k", "offload_teacher"):
+                if getattr(self, key):
+                    raise UsageError(
+                        f"{flag(key)} has no effect without --teacher",
+                        hint="--teacher MODEL, or leave it out",
+                    )
+            if self.name == "distill":
+                raise UsageError(
+                    "--loss distill needs a teacher, found none",
+                    hint="--teacher MODEL, --teacher self with hints in the problems, or --teacher http://HOST:PORT",
+                )
+            return
+        if self.name != "distill" and self.teacher_weight is None:
+            raise UsageError(
+                f"--teacher {self.teacher} would not be used: --loss {self.name} has no weight for it",
+                hint="--teacher-weight 1, or --loss distill for the divergence from the teacher alone",
+            )
+        if self.has_remote_teacher:
+            if self.divergence not in (None, "sampled") and not self.teacher_top_k:
+                raise UsageError(
+                    f"--divergence {self.divergence}: a server does not give its whole distribution, as --teacher"
+                    f" {self.teacher} would have to",
+                    hint="--teacher-top-k 64, --divergence sampled, or name the teacher's model instead",
+                )
+        elif self.teacher_top_k:
+            raise UsageError(
+                f"--teacher-top-k {self.teacher_top_k} has no effect: --teacher {self.teacher} is computed in the"
+                " trainer, over the whole vocabulary",
+                hint="leave it out",
+            )
+        if self.teacher_top_k and self.divergence == "sampled":
+            raise UsageError(
+                f"--teacher-top-k {self.teacher_top_k} has no effect with --divergence sampled",
+                hint="--divergence forward_kl, or leave --teacher-top-k out",
+            )
+        if self.offload_teacher and (self.has_remote_teacher or self.teacher == OWN_WEIGHTS):
+            raise UsageError(
+                f"--offload-teacher has no effect: --teacher {self.teacher} has no weights of its own here",
+                hint="leave it out",
+            )
 
 
 class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", "offload": "offload_optimizer"}):

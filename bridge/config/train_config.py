@@ -260,6 +260,7 @@ class TrainConfig(Config):
                 f" {loss.name} trains on rows",
                 hint="--environment gsm8k, or leave --eval-samples out",
             )
+        loss.check_teacher()
         for key in ("eval_interval", "eval_temperature", "eval_pass_reward"):
             if not self.evaluation.samples and self.get(key) != self.default(key):
                 raise UsageError(

@@ -85,6 +85,11 @@ class Gradients:
                 f"sample {alone} belongs to no pair, but loss dpo compares two completions of a prompt",
                 hint='bridge.samples(groups, bridge.LossConfig(name="dpo")), with groups of two completions',
             )
+        if self._loss is None and self._spec.teacher_weight > 0 and trainable.teacher is None:
+            raise UsageError(
+                "the loss has a teacher, but none is loaded",
+                hint="pass it when attaching: bridge.attach(loss=bridge.LossConfig(name='distill', teacher=...))",
+            )
         several = next((one.index for one in given if one.sample.num_targets), None)
         if self._loss is None and several is not None:
             raise UsageError(
@@ -92,6 +97,8 @@ class Gradients:
                 " target per token",
                 hint="loss=lambda logprobs, batch: -(logprobs * batch.several.weights_NK).sum()",
             )
+        if self._loss is None and self._spec.teacher_weight > 0:
+            self._samples = trainable.graded(self._samples)
         self._start()
 
     def _start(self) -> None:
@@ -137,16 +144,20 @@ class Gradients:
     def _loss_of(self, batch: MicroBatch, *, needs_gradient: bool = True) -> Tensor:
         if not filters(self._trainable.sampling):  # a teacher, for example, is not filtered as its student is
             batch = replace(batch, kept=None)
-        has_bonus = self._loss is None and self._spec.entropy_coef > 0
-        logprobs_NX, entropies_N = self._trainable.logprobs(batch, differentiates_entropies=has_bonus)
-        self._keep(batch, logprobs_NX.detach(), entropies_N.detach())
         if self._loss is not None:
+            logprobs_NX, entropies_N = self._trainable.logprobs(batch)
+            self._keep(batch, logprobs_NX.detach(), entropies_N.detach())
             loss = _one_number(self._loss(logprobs_NX, batch), needs_gradient=needs_gradient)
         else:
-            logprobs_N = logprobs_NX
+            scores = self._trainable.scores(batch, self._spec)
+            batch = replace(batch, several=None)  # a teacher's server added targets to the sampled tokens
+            self._keep(batch, scores.logprobs_N.detach(), scores.entropies_N.detach())
             reference_N = self._trainable.reference_logprobs(batch) if self._spec.needs_reference else None
-            old_N = self._old_logprobs(batch, logprobs_N)
-            loss, sums = policy_loss(logprobs_N, old_N, batch, self._spec, reference_N, entropies_N)
+            old_N = self._old_logprobs(batch, scores.logprobs_N)
+            loss, sums = policy_loss(
+                scores.logprobs_N, old_N, batch, self._spec, reference_N,
+                scores.entropies_N, scores.divergences_N, scores.teacher_logprobs_N,
+            )  # fmt: skip
             for name, pair in sums.items():
                 self._sums[name] += pair
         self._total += loss.detach()
@@ -244,7 +255,10 @@ def _fault_of_pairs(samples: Sequence[Sample]) -> str:
 
 def _fault(sample: Sample, num_words: int) -> str:
     """Describe what is wrong with a sample; empty: it is valid. Wrong lengths could silently train the wrong tokens."""
-    tuples = ("prompt_token_ids", "token_ids", "sampled_logprobs", "advantages", "kept", "targets", "target_weights")
+    tuples = (
+        "prompt_token_ids", "token_ids", "sampled_logprobs", "advantages", "kept", "targets", "target_weights",
+        "teacher_prompt_token_ids",
+    )  # fmt: skip
     other = next((name for name in tuples if not isinstance(getattr(sample, name), tuple)), None)
     if other is not None:
         return f"has {described(getattr(sample, other))} as {other}, expected a tuple"
@@ -260,6 +274,8 @@ def _fault(sample: Sample, num_words: int) -> str:
         return f"has {described(num_rows)} as num_prompt_rows, expected an integer"
     if not 0 <= sample.num_prompt_rows < len(sample.prompt_token_ids):
         return f"has {sample.num_prompt_rows} prompt rows and a prompt of {len(sample.prompt_token_ids)} tokens"
+    if sample.num_prompt_rows and sample.teacher_prompt_token_ids:
+        return "has num_prompt_rows and teacher_prompt_token_ids, but a teacher's prompt has other rows"
     num_sampled += sample.num_prompt_rows
     for name in ("sampled_logprobs", "advantages", "kept"):
         if (length := len(getattr(sample, name))) != num_sampled and (length or name != "kept"):
@@ -273,7 +289,7 @@ def _fault(sample: Sample, num_words: int) -> str:
         return fault
     targets: Any = sample.targets
     flat = [*chain.from_iterable(targets)] if sample.num_targets else targets
-    ids = *sample.prompt_token_ids, *sample.token_ids, *flat
+    ids = *sample.prompt_token_ids, *sample.token_ids, *sample.teacher_prompt_token_ids, *flat
     lowest, highest = min(ids), max(ids)
     if lowest < 0 or highest >= num_words:
         wrong_id = lowest if lowest < 0 else highest

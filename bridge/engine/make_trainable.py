@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from bridge.checkpoints.optimizer_state import WholeState
 from bridge.config import ComputeConfig, LossConfig, OptimizerConfig, SamplingConfig
 from bridge.engine.reference import open_reference
+from bridge.engine.teacher import RemoteTeacher, open_teacher
 from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, UsageError, first_line
 from bridge.optimizers import factory
@@ -72,14 +73,14 @@ def trainable_of(
     max_model_len: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Trainable:
-    """Return a prepared model with its optimizer, its budget and the reference that the loss needs.
+    """Return a prepared model with its optimizer, its budget, and the reference and the teacher that the loss needs.
 
     A step trains on `num_groups` groups, shared among `replicas` on `hosts`. With `has_adapter` an adapter is trained,
     otherwise all weights. `seed` is for stochastic rounding, and errors name `model_name`.
 
     Raises:
         UsageError: the model does not fit into memory.
-        UnsupportedModelError: the reference cannot be prepared like the model.
+        UnsupportedModelError: the reference or the teacher cannot be prepared like the model.
     """
     model = opened.model
     weights = {name: model.get_parameter(name) for name in opened.lr_factors}
@@ -96,18 +97,26 @@ def trainable_of(
             loss, compute, prepared, opened.device,
             has_adapter=has_adapter, max_model_len=max_model_len, ranks=ranks,
         )  # fmt: skip
+        teacher = open_teacher(
+            loss, compute, prepared, opened.device,
+            model_name=model_name, has_adapter=has_adapter, max_model_len=max_model_len, ranks=ranks,
+        )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the optimizer's state does not fit beside the server: {first_line(error)}",
             hint=f"bridge plan --model {shlex.quote(model_name)} shows what fits: a lower"
             " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error
+    remote = None
+    if loss.has_remote_teacher:
+        remote = RemoteTeacher(loss, sampling, num_words=model.get_input_embeddings().num_embeddings)
+    frozen = [reference, None if teacher is None else teacher.frozen]
     budget = Budget(
         prepared, compute, optimizer,
         temperature=sampling.temperature,
         num_groups=num_groups,
         replicas=replicas,
-        share_prompts=prepared.shares_prompts and (reference is None or reference.shares_prompts),
+        share_prompts=prepared.shares_prompts and all(model is None or model.shares_prompts for model in frozen),
         parts=ranks.pass_group,
         neighbors=ranks.world_size // hosts,
     )  # fmt: skip
@@ -122,6 +131,7 @@ def trainable_of(
         sampling=sampling,
         ranks=ranks,
         reference=reference,
+        teacher=remote or teacher,
     )
 
 

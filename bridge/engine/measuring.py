@@ -204,8 +204,10 @@ class Alarms:
     The part of an alarm after its last semicolon, such as a hint, is logged once per run.
     """
 
-    def __init__(self, *, mismatch_limit: float) -> None:
+    def __init__(self, *, mismatch_limit: float, needs_rewards: bool = True) -> None:
+        """Without `needs_rewards`, equal rewards are no alarm."""
         self._mismatch_limit = mismatch_limit
+        self._needs_rewards = needs_rewards
         self._active: dict[str, str | None] = {}
         """Alarms of the last step, by kind."""
         self._explained: set[str] = set()
@@ -219,7 +221,7 @@ class Alarms:
         """Log an unexpected mismatch between vLLM and the trainer, and a step that had nothing to learn from."""
         self._report_alarm("mismatch", None if self._is_ahead else mismatch_alarm(metrics, self._mismatch_limit))
         self._is_ahead = not is_published
-        self._report_alarm("signal", nothing_learnt(metrics))
+        self._report_alarm("signal", nothing_learnt(metrics) if self._needs_rewards else None)
 
     def count_skipped(self, metrics: StepMetrics) -> None:
         """Log a skipped update; the step was published with the weights of the preceding update.

@@ -84,8 +84,8 @@ Prompt = str | Sequence[Message] | Sequence[int] | Problem
 """Text, chat messages, token ids, or a dictionary with text or messages as `prompt`."""
 CHANGEABLE = {"group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop"}
 """Fields of `SamplingConfig` that a call of `sample` may override."""
-BEYOND_TRAINING = {"group_size": 1, "temperature": 0}
-"""Values that a call of `sample` may use although no run trains with them: a single completion, greedy tokens."""
+BEYOND_TRAINING = {"temperature": 0}
+"""Values that a call of `sample` may use although no run trains with them: greedy tokens."""
 PER_CALL = {"n": "group_size", "max_tokens": "max_new_tokens"}
 """vLLM's names of parameters that Bridge names differently."""
 MOST_IDS = 2**31
@@ -550,6 +550,7 @@ class Policy:
             else encoder.encode(problem)
             for problem in whole
         ]
+        taught = self._taught(whole, encoder)
         sampling = _changed(self.sampling, parameters)
         self._vocabulary.check_stop(sampling.stop)
         self._remark(whole, chat_template_kwargs)
@@ -560,7 +561,20 @@ class Policy:
         first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(int(seed) + 1, 0)
         self._num_calls += seed is None
         own = range(self.ranks.dp_rank, len(whole), self.ranks.dp_size) if self.ranks.is_tp_rank_zero else range(0)
-        return _Request(whole, encoded, sampling, first_seed, self.endpoint, own, prompt_logprobs, self.mode)
+        return _Request(whole, encoded, taught, sampling, first_seed, self.endpoint, own, prompt_logprobs, self.mode)
+
+    def _taught(self, whole: Sequence[Problem], encoder: Prompts) -> list[tuple[int, ...]]:
+        """Return each problem's prompt as the teacher sees it; empty for those without a hint, or without a teacher."""
+        if self.config.loss.teacher is None:
+            return [()] * len(whole)
+        with_ids = next((one for one in whole if "hint" in one and "prompt_token_ids" in one), None)
+        if with_ids is not None:
+            raise UsageError(
+                f"a problem has a hint, {described(with_ids['hint'])}, and its prompt as token ids, which no text can"
+                " follow",
+                hint="give the prompt as text or messages, or set teacher_prompt_token_ids of the samples",
+            )
+        return [encoder.encode(problems.hinted(one)).prompt if "hint" in one else () for one in whole]
 
     def _remark(self, problems: Sequence[Problem], template: Mapping[str, Any]) -> None:
         """Log what a run logs at its start about chat messages, for the first call that samples some."""
@@ -1426,6 +1440,8 @@ class _Request:
 
     problems: Sequence[Problem]
     prompts: Sequence[Encoded]
+    taught: Sequence[tuple[int, ...]]
+    """Each prompt as a teacher sees it; empty: it sees the same."""
     sampling: SamplingConfig
     seed: int
     endpoint: Endpoint
@@ -1457,6 +1473,7 @@ class _Request:
             index: Group(
                 problem=self.problems[index],
                 prompt_token_ids=self.prompts[index].prompt,
+                teacher_prompt_token_ids=self.taught[index],
                 completions=completions,
                 rewards=tuple(_reward(score, self.problems[index], completion.text) for completion in completions),
             )

@@ -14,7 +14,7 @@ Shape suffixes: N rows (positions that predict a sampled token).
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,31 @@ from bridge.checkpoints.optimizer_state import WholeState
 from bridge.config import OptimizerConfig, SamplingConfig
 from bridge.core.interrupt import acting_interrupt
 from bridge.engine.reference import Reference
+from bridge.engine.teacher import RemoteTeacher, Teacher
 from bridge.errors import UsageError, first_line
+from bridge.learn.policy_loss import LossSpec
 from bridge.optimizers import factory
 from bridge.optimizers.gradient_hooks import added_in_float32
 from bridge.optimizers.in_place import InPlaceOptimizer, number
+from bridge.passes import logprobs
 from bridge.passes.budget import Budget
-from bridge.passes.packing import MicroBatch
+from bridge.passes.packing import MicroBatch, Sample
 from bridge.passes.prepared_model import PreparedModel
 from bridge.ranks.world import Ranks
 from bridge.types import Result
 
 Pass = TypeVar("Pass")
+
+
+class Scores(NamedTuple):
+    """What a built-in loss reads of a micro-batch, in nats; only what comes from the policy has a gradient."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    divergences_N: Tensor | None
+    """From the teacher, over the whole vocabulary or the words that its server lists; None: not part of the loss."""
+    teacher_logprobs_N: Tensor | None
+    """Of the sampled tokens; None: not part of the loss."""
 
 
 class Trainable:
@@ -52,6 +66,7 @@ class Trainable:
         sampling: SamplingConfig,
         ranks: Ranks,
         reference: Reference | None = None,
+        teacher: Teacher | RemoteTeacher | None = None,
     ) -> None:
         """Store the model and its parts; log-probabilities are computed at the temperature of `sampling`."""
         self.prepared = prepared
@@ -69,6 +84,8 @@ class Trainable:
         self.ranks = ranks
         self.reference = reference
         """The frozen model of a KL divergence or a preference loss; None: the loss needs none."""
+        self.teacher = teacher
+        """The teacher of a distillation; None: there is none."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -88,6 +105,40 @@ class Trainable:
         return self.prepared.logprobs(
             batch, self.sampling.temperature, differentiates_entropies=differentiates_entropies
         )
+
+    def graded(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return samples with what a teacher's server knows of them; with another teacher, the samples themselves.
+
+        Raises:
+            UsageError: the server does not answer, or the teacher can teach nothing.
+        """
+        if isinstance(self.teacher, RemoteTeacher):
+            return self.teacher.graded(samples)
+        if self.teacher is not None:
+            self.teacher.refuse_without_hints(samples)
+        return [*samples]
+
+    def scores(self, batch: MicroBatch, spec: LossSpec, teacher_logprobs_N: Tensor | None = None) -> Scores:
+        """Compute what a built-in loss reads; `teacher_logprobs_N` if they are known from an earlier pass."""
+        temperature = self.sampling.temperature
+        teacher = self.teacher if spec.teacher_weight > 0 else None
+        compared = None
+        if isinstance(teacher, Teacher):
+            if spec.divergence is not None:
+                compared = logprobs.Teacher(spec.divergence, teacher.prediction(batch, temperature))
+            elif teacher_logprobs_N is None:
+                teacher_logprobs_N = teacher.logprobs(batch, temperature)
+        scores = self.prepared.scores(
+            batch, temperature, differentiates_entropies=spec.entropy_coef > 0, teacher=compared
+        )
+        if batch.several is None:
+            return Scores(*scores, teacher_logprobs_N)
+        # A server graded the samples: the sampled token comes first, then the teacher's likeliest ones.
+        known_NK = batch.several.weights_NK.log()
+        divergences_N = None
+        if spec.divergence is not None:
+            divergences_N = spec.divergence.of_listed(scores.logprobs_NX[:, 1:], known_NK[:, 1:])
+        return Scores(scores.logprobs_NX[:, 0], scores.entropies_N, divergences_N, known_NK[:, 0])
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the reference's log-probabilities of the sampled tokens, without gradient: [N] float32."""

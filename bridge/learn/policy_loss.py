@@ -22,6 +22,7 @@ from bridge.config import AdvantageScale, LossConfig
 from bridge.learn import own_loss
 from bridge.learn.mismatch import Correction, share
 from bridge.learn.own_loss import LossTensors, OwnLoss
+from bridge.passes.divergence import Divergence
 from bridge.passes.packing import MicroBatch
 
 CLIPPED = ("clipped_low_share", "clipped_high_share")
@@ -29,6 +30,8 @@ CLIPPED = ("clipped_low_share", "clipped_high_share")
 weight is clipped, whose weight is outside the bounds."""
 PREFERENCES = ("margin", "preference_accuracy")
 """Metrics of the preference loss: means over pairs."""
+DIVERGENCE = "divergence"
+"""Metric of the divergence from a teacher."""
 MAX_LOG_RATIO = 20.0
 """Bound for log ratios before exponentiation: beyond it the gradient is 0 instead of inf * 0, which is NaN."""
 
@@ -63,12 +66,16 @@ class LossSpec:
     kl_coef: float = 0.0
     kl_in_reward: bool = False
     """Whether the KL divergence is subtracted from advantages instead of added to the loss."""
+    teacher_weight: float = 0.0
+    divergence: Divergence | None = None
+    """The divergence from a teacher that is added to the loss; None with a teacher: it changes advantages instead."""
     correction: Correction = field(default_factory=Correction)
     own: OwnLoss | None = None
     """The user's function (`--loss file.py:function`), which replaces the clipped ratios."""
-    objective: Literal["policy", "supervised", "preference"] = "policy"
-    """`policy`: what is described above. `supervised`: the negative log-likelihood of every sampled token, whatever its
-    advantage. `preference`: for each pair of samples, the one with the positive advantage is preferred."""
+    objective: Literal["policy", "distillation", "supervised", "preference"] = "policy"
+    """`policy`: what is described above. `distillation`: the same without rewards, only with a teacher. `supervised`:
+    the negative log-likelihood of every sampled token, whatever its advantage. `preference`: for each pair of samples,
+    the one with the positive advantage is preferred."""
     dpo_beta: float = 0.1
     """Scale of the log-probability ratios to the reference that a preference loss compares."""
 
@@ -78,13 +85,39 @@ class LossSpec:
         return self.kl_coef > 0 or self.objective == "preference"
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Return those of `LOSS_PARTS` that have an effect."""
+        if self.objective in ("supervised", "preference"):
+            return ()
+        if not self.uses_advantages:
+            return ("aggregation",)
+        return LOSS_PARTS if self.uses_rewards else tuple(part for part in LOSS_PARTS if part != "advantage_scale")
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics of `policy_loss`."""
         if self.objective == "preference":
             return PREFERENCES
-        if self.objective == "supervised":
-            return ("kl",)
-        return ("kl", *(CLIPPED if self.own is None else self.own.metrics or ()))
+        of_teacher = (DIVERGENCE,) if self.teacher_weight > 0 else ()
+        return ("kl", *of_teacher, *self.own_metrics)
+
+    @property
+    def own_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that only this loss has."""
+        if self.own is not None:
+            return self.own.metrics or ()
+        return CLIPPED if self.uses_advantages else ()
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether advantages come from rewards."""
+        return self.objective == "policy"
+
+    @property
+    def uses_advantages(self) -> bool:
+        """Whether a term depends on advantages: those of rewards, or of sampled tokens under a frozen model."""
+        of_sampled = self.kl_in_reward or (self.teacher_weight > 0 and self.divergence is None)
+        return self.uses_rewards or (self.objective == "distillation" and of_sampled)
 
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
         """Return each row's sequence if importance weights are per sequence; None: they are per token.
@@ -102,9 +135,12 @@ class LossSpec:
         """Return the loss that the configuration names, with the parts that it overrides.
 
         Raises:
-            UsageError: the user's file or function cannot be used.
+            UsageError: the user's file or function cannot be used, or the choices of a teacher do not fit together.
         """
+        config.check_teacher()
         own = own_loss.load(config.name, has_reference=config.kl_coef > 0) if config.is_own else None
+        exact = config.exact_divergence
+        weight = 1.0 if config.teacher_weight is None else config.teacher_weight
         return replace(
             (LOSSES | ROW_LOSSES)["dapo" if config.is_own else config.name],
             own=own,
@@ -114,6 +150,8 @@ class LossSpec:
             kl_coef=config.kl_coef,
             kl_in_reward=config.kl_in_reward,
             dpo_beta=config.dpo_beta,
+            teacher_weight=0.0 if config.teacher is None else weight,
+            divergence=None if exact is None else Divergence(kind=exact, beta=config.jsd_beta),
             correction=Correction.of(config),
             **{part: getattr(config, part) for part in LOSS_PARTS if getattr(config, part) is not None},
         )
@@ -134,6 +172,11 @@ LOSSES: dict[str, LossSpec] = {
     "cispo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=1, clip_high=4, clipped="weight"),
     # RLOO, arXiv 2402.14740, divided by a constant; RLOO does not clip, but later updates need PPO's clip
     "rloo": LossSpec(aggregation="constant", advantage_scale="leave_one_out", clip_low=0.2, clip_high=0.2),
+    # A divergence from a teacher at every token, as in GKD, arXiv 2306.13649; if it is that of the sampled token, the
+    # token's advantage, clipped as in DAPO: "On-Policy Distillation", Lu and Thinking Machines Lab 2025
+    "distill": LossSpec(
+        aggregation="token_mean", advantage_scale="none", clip_low=0.2, clip_high=0.28, objective="distillation"
+    ),
 }
 """The choices of each policy loss's paper, by name."""
 ROW_LOSSES: dict[str, LossSpec] = {
@@ -168,6 +211,8 @@ def policy_loss(
     spec: LossSpec,
     reference_logprobs_N: Tensor | None = None,
     entropies_N: Tensor | None = None,
+    divergences_N: Tensor | None = None,
+    teacher_logprobs_N: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
     """Return the micro-batch's part of the update's loss, and the sums of the metrics in `spec.metrics`.
 
@@ -180,7 +225,11 @@ def policy_loss(
     clipped ratios. So does a supervised loss, which also has no importance weights: nobody sampled its completions. A
     preference loss replaces everything.
 
-    Shapes: [N] float32 x 2, [N] float32 x 2 -> [], [2] float64 of each metric.
+    A teacher needs either `divergences_N`, exact ones, which are added to the loss without an importance weight, since
+    they do not depend on which token was sampled; or `teacher_logprobs_N` of the sampled tokens, whose log ratio to the
+    policy is added to the advantages.
+
+    Shapes: [N] float32 x 2, [N] float32 x 4 -> [], [2] float64 of each metric.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; dual-clip PPO (Ye et al. 2020, arXiv 1912.09729), for
     the clip of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; REINFORCE++
         (arXiv 2501.03262), as PPO does for human feedback, for the divergence in the reward; the losses' own papers are
@@ -198,7 +247,7 @@ def policy_loss(
     impossible_N = old_logprobs_N == -math.inf  # a term that is not finite would be NaN even with weight 0
     logprobs_N, old_logprobs_N = (logprobs.masked_fill(impossible_N, 0.0) for logprobs in (logprobs_N, old_logprobs_N))
     kl_N = torch.zeros_like(logprobs_N)
-    advantages_N = batch.advantages_N
+    advantages_N = batch.advantages_N if spec.uses_rewards else torch.zeros_like(batch.advantages_N)
     kl_coef = spec.kl_coef
     if reference_logprobs_N is not None:
         reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
@@ -212,8 +261,20 @@ def policy_loss(
         assert entropies_N is not None, "there is an entropy bonus"
         penalty_N = penalty_N - spec.entropy_coef * entropies_N
     measured: dict[str, Any] = {"kl": (kl_N.detach(), len(kl_N))}
+    exact_term: Tensor | float = 0.0
+    if spec.teacher_weight > 0 and divergences_N is not None:
+        exact_term = spec.teacher_weight * (divergences_N * batch.weights_N).sum()
+        measured[DIVERGENCE] = (divergences_N.detach(), len(divergences_N))
+    elif spec.teacher_weight > 0:
+        assert teacher_logprobs_N is not None, "there is a teacher"
+        gaps_N = (old_logprobs_N - teacher_logprobs_N).masked_fill(impossible_N, 0.0)
+        gaps_N = gaps_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        advantages_N = advantages_N - spec.teacher_weight * gaps_N
+        measured[DIVERGENCE] = (gaps_N, len(gaps_N))
     if is_supervised:
         own_terms = -logprobs_N
+    elif spec.own is None and not spec.uses_advantages:
+        own_terms = torch.zeros_like(logprobs_N)
     elif spec.own is None:
         ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         own_terms = -_objective_terms(logprobs_N, ratios_N, advantages_N, spec)
@@ -231,8 +292,8 @@ def policy_loss(
         measured |= own_metrics
     sums = {name: _pair(total, count, like=kl_N) for name, (total, count) in measured.items()}
     if own_terms.dim() == 0 and spec.own is not None:  # the function applied the weights itself
-        return own_terms + (penalty_N * weights_N).sum(), sums
-    return ((penalty_N + own_terms) * weights_N).sum(), sums
+        return own_terms + (penalty_N * weights_N).sum() + exact_term, sums
+    return ((penalty_N + own_terms) * weights_N).sum() + exact_term, sums
 
 
 def preference_loss(

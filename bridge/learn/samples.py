@@ -97,7 +97,7 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
     """Return the samples of one update, in the order of `groups`: the completions that have a gradient.
 
     A completion has no gradient if it has no sampled token, if it is truncated and `spec` masks it, or if its
-    advantages are all zero and there is neither a KL divergence nor a custom loss.
+    advantages are all zero and there is neither a divergence, nor an entropy bonus, nor a custom loss.
 
     Source: token mean: DAPO (arXiv 2503.14476), equation 8, over the update instead of the group; sequence mean:
         DeepSeekMath (arXiv 2402.03300), equation 3; constant: the code of Dr. GRPO (arXiv 2503.20783), section 3.2.
@@ -108,7 +108,8 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
 def has_gradient(sample: Sample, spec: LossSpec) -> bool:
     if spec.objective == "supervised":
         return True
-    return spec.kl_coef > 0 or spec.entropy_coef > 0 or spec.own is not None or any(sample.advantages)
+    terms_of_all = spec.kl_coef > 0 or spec.entropy_coef > 0 or spec.teacher_weight > 0 or spec.own is not None
+    return terms_of_all or any(sample.advantages)
 
 
 def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
@@ -170,8 +171,10 @@ def _sample(group: Group, completion: Completion, advantages: tuple[float, ...],
     sampled = completion.sampled
     assert len(tokens) == len(completion.logprobs), (tokens, completion.logprobs)
     first = 0 if sampled is None else sampled.index(True)  # earlier tokens are treated like the prompt
+    taught = group.teacher_prompt_token_ids
     return Sample(
         prompt_token_ids=group.prompt_token_ids + tokens[:first],
+        teacher_prompt_token_ids=taught + tokens[:first] if taught else (),
         images=group.images,
         token_ids=tokens[first:],
         sampled_logprobs=of_sampled(completion.logprobs, sampled),

@@ -88,6 +88,8 @@ class Sample:
     """Token ids to score instead of the sampled tokens, one or K for each; empty: the sampled tokens themselves."""
     target_weights: tuple[tuple[float, ...], ...] = ()
     """A factor for each of the K targets of a sampled token, such as a teacher's probability; empty: 1."""
+    teacher_prompt_token_ids: tuple[int, ...] = ()
+    """The prompt as a teacher sees it, for example with a hint; empty: the teacher sees the same prompt."""
     num_prompt_rows: int = 0
     """Number of the prompt's last tokens, the first token of the prompt excepted, that are scored like sampled ones;
     their values come before those of the sampled tokens."""
@@ -101,9 +103,15 @@ class Sample:
         return len(self.targets[0]) if self.targets and isinstance(self.targets[0], tuple) else 0
 
     @property
-    def prompt(self) -> tuple[tuple[int, ...], str]:
+    def prompt(self) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
         """Return a key that samples with the same prompt share; equal tokens may stand for different images."""
-        return self.prompt_token_ids, "" if self.images is None else self.images.digest
+        return self.prompt_token_ids, "" if self.images is None else self.images.digest, self.teacher_prompt_token_ids
+
+    @property
+    def as_taught(self) -> "Sample":
+        """The sample as a teacher sees it: with its own prompt, and without what only the policy computes with."""
+        prompt = self.teacher_prompt_token_ids or self.prompt_token_ids
+        return replace(self, prompt_token_ids=prompt, teacher_prompt_token_ids=(), kept=(), experts=b"")
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +190,8 @@ class MicroBatch:
     """The rows to compute, if samples have rows of a shared prompt in common; None: all of them."""
     pairs_P2: Tensor | None = None
     """The two sequences of each pair, the preferred one first; None: no sample belongs to a pair."""
+    taught: "MicroBatch | None" = None
+    """The same rows after the prompts that a teacher sees; None: it sees the same prompts."""
 
     @property
     def num_sequences(self) -> int:
@@ -246,7 +256,7 @@ def packs(
         reverse=True,
     )
     if share_prompts:
-        by_prompt: dict[tuple[tuple[int, ...], str], list[list[int]]] = {}
+        by_prompt: dict[object, list[list[int]]] = {}
         for unit in ordered:
             by_prompt.setdefault(samples[unit[0]].prompt, []).append(unit)
         ordered = list(chain.from_iterable(by_prompt.values()))
@@ -262,7 +272,13 @@ def packs(
     shares = any(len(group) > 1 for pack in bins for group in pack.groups.values())
     has_several = any(sample.num_targets for sample in samples)
     layouts = [_Layout(samples, list(pack.groups.values()), shares=shares, has_several=has_several) for pack in bins]
-    return _micro_batches(layouts, device)
+    batches = _micro_batches(layouts, device)
+    if not any(sample.teacher_prompt_token_ids for sample in samples):
+        return batches
+    taught = [sample.as_taught for sample in samples]
+    layouts = [_Layout(taught, list(pack.groups.values()), shares=shares, has_several=has_several) for pack in bins]
+    pairs = zip(batches, _micro_batches(layouts, device), strict=True)
+    return [replace(batch, taught=of_teacher) for batch, of_teacher in pairs]
 
 
 def _order(sample: Sample) -> tuple[object, ...]:

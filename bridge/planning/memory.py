@@ -32,8 +32,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from bridge.config import ComputeConfig, LoraConfig, OptimizerConfig, SamplingConfig, TrainConfig
+from bridge.config import OWN_WEIGHTS, ComputeConfig, LoraConfig, OptimizerConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES, BytesPerParameter
+from bridge.errors import BridgeError
 from bridge.planning.model_size import Dimensions, ModelSize
 
 GIB = 2**30
@@ -87,7 +88,7 @@ class Need:
     can_sleep: bool  # whether the KV cache can sleep
     served: float  # vLLM's weights, and its slot for an adapter
     engine: float  # vLLM's context, buffers and CUDA graphs
-    own: float  # the trainer's own weights: a copy, an adapter, a frozen reference
+    own: float  # the trainer's own weights: a copy, an adapter, a frozen reference, a teacher
     state: float  # the optimizer's state
     gradients: float  # as many as exist at once, in bf16
     sums: float  # added to the gradients by float32 sums, in an update of more than FEW micro-batches
@@ -110,6 +111,7 @@ class Need:
         weights = _weights(
             size, config.mode, config.lora, num_ranks, has_reference=config.loss.reference_model is not None
         )
+        teacher = _teacher(config, size)
         num_sequences = slices * config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas
         tokens = _tokens(num_sequences, config.sampling, optimizer, config.compute, slices)
         state = _optimizer_state(
@@ -127,14 +129,14 @@ class Need:
             can_sleep=config.trains_in_server,
             served=weights.served,
             engine=_engine(widths, gpu_bytes),
-            own=weights.own,
+            own=weights.own + teacher.on_device,
             state=state.on_device,
             gradients=state.gradients,
             sums=state.sums,
-            temporaries=state.temporaries,
+            temporaries=state.temporaries + teacher.while_training,
             least_activations=activations.least,
             most_activations=activations.most,
-            offloaded=state.on_host + activations.on_host,
+            offloaded=state.on_host + activations.on_host + config.gpus * teacher.on_host,
             kv_per_token=_kept_per_token(widths, tokens.sequence) / num_ranks,
             replicas=config.gpus,
         )
@@ -194,6 +196,34 @@ def _weights(
         trained=adapter or copy or of_one_rank,
         trained_by_all=adapter or copy or size.num_params,
     )
+
+
+class _Teacher(NamedTuple):
+    """Bytes of a teacher's weights."""
+
+    on_device: float = 0  # held always
+    while_training: float = 0  # copied to the device for its passes
+    on_host: float = 0
+
+
+def _teacher(config: TrainConfig, student: ModelSize) -> _Teacher:
+    """Return the weights of a teacher that is loaded beside the trained model, the `student`.
+
+    A teacher whose files cannot be read is counted like the student: opening the run reports what is wrong with it.
+    """
+    loss = config.loss
+    is_own_base = config.mode == "lora_only" and loss.teacher == config.model_name
+    if loss.teacher in (None, OWN_WEIGHTS) or loss.has_remote_teacher or is_own_base:
+        return _Teacher()
+    try:
+        size = ModelSize.of(str(loss.teacher))
+    except BridgeError:
+        size = student
+    whole = BF16_BYTES * (size.num_params + size.num_untrained)
+    if not loss.offload_teacher:
+        return _Teacher(on_device=whole)
+    head = BF16_BYTES * size.dimensions.vocabulary * size.dimensions.hidden
+    return _Teacher(on_device=head, while_training=whole - head, on_host=whole - head)
 
 
 def host_state_bytes(size: ModelSize, optimizer: OptimizerConfig, mode: str, lora: LoraConfig, *, hosts: int) -> float:

@@ -69,6 +69,8 @@ class Sampled(NamedTuple):
     results: Sequence[Score | FailedScore]
     images: Images | None = None
     """The prompt's images."""
+    taught: tuple[int, ...] = ()
+    """The prompt as a teacher sees it; empty: it sees the same."""
 
 
 MOST_UNUSABLE = 16
@@ -235,6 +237,7 @@ def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Grou
         number=number,
         prompt_token_ids=sampled.prompt,
         images=sampled.images,
+        teacher_prompt_token_ids=sampled.taught,
         completions=tuple(completions),
         rewards=tuple(score.reward for score in scores),
         turn_rewards=tuple(turn_rewards),

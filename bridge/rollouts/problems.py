@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import length_hint
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -102,6 +102,36 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], g
     ids: list[int] = render(messages, tokenize=True)
     chat_template.refuse_lost(partial(render, tokenize=False), messages)
     return ids
+
+
+def hinted(problem: Problem) -> Problem:
+    """Return a problem as a teacher sees it: with its hint after the text, or after the user's last message.
+
+    Raises:
+        RewardError: the hint is not text, or the prompt has no place for it.
+    """
+    hint: Any = problem["hint"]
+    prompt: Any = problem["prompt"]
+    if not isinstance(hint, str) or not hint:
+        raise RewardError(
+            f"the hint {described(hint)} is not text that a teacher could read", hint="give problems a text as hint"
+        )
+    if isinstance(prompt, str):
+        return cast("Problem", {**problem, "prompt": f"{prompt}\n\n{hint}"})
+    users = [index for index, message in enumerate(prompt) if message.get("role") == "user"]
+    content = prompt[users[-1]].get("content") if users else None
+    if isinstance(content, list):
+        content = [*content, {"type": "text", "text": f"\n\n{hint}"}]
+    elif isinstance(content, str):
+        content = f"{content}\n\n{hint}"
+    else:
+        raise RewardError(
+            f"the prompt {described(prompt)} has no message of the user with text, which a hint could follow",
+            hint="add a user's message, or leave out the hint",
+        )
+    messages = [*prompt]
+    messages[users[-1]] = {**messages[users[-1]], "content": content}
+    return cast("Problem", {**problem, "prompt": messages})
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

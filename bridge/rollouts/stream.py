@@ -18,10 +18,18 @@ from typing import Any
 from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from bridge.core.concurrency import gather_or_cancel
 from bridge.core.logs import info_once
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, RewardError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import problems, staleness
-from bridge.rollouts.groups import GroupSampler, Servers, Unusable, checked, penalized, scored_group
+from bridge.rollouts.groups import (
+    GroupSampler,
+    Servers,
+    Unusable,
+    checked,
+    penalized,
+    scored_group,
+    without_completions,
+)
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.staleness import InFlight
 from bridge.scoring.score import FailedScores
@@ -60,14 +68,17 @@ class EnvironmentStream:
         evaluation: EvaluationConfig,
         seed: int,
         max_unscored_share: float,
+        has_teacher: bool = False,
         progress: Callable[[int, int], None] = lambda *_: None,
         ranks: Ranks = ALONE,
     ) -> None:
         """Prepare everything that does not need a server. Closing the stream closes `sampler` and `scorer`.
 
-        With several `ranks`, each rank with a server samples a share of every step. `progress` is called with the
-        number of groups scored so far, and their total number.
+        With `has_teacher`, groups have the prompts that a teacher sees. With several `ranks`, each rank with a server
+        samples a share of every step. `progress` is called with the number of groups scored so far, and their total
+        number.
         """
+        self._has_teacher = has_teacher
         self.num_retries = 0
         self.num_in_flight = 0
         self.skipped: list[Group] = []
@@ -263,14 +274,21 @@ class EnvironmentStream:
         **params: float,
     ) -> Group:
         """Sample and score a group. `failures` counts completions without a reward; None: the next step's failures."""
-        sampled = await self._group_sampler.group(
-            servers, problem, num_samples=num_samples, seed=seed, index=index, **params
-        )
+        taught: tuple[int, ...] = ()
+        try:
+            if self._has_teacher and number is not None and "hint" in problem:
+                taught = self._group_sampler.check_prompt(problems.hinted(problem))
+        except RewardError as error:
+            sampled = without_completions(problem, num_samples, error)
+        else:
+            sampled = await self._group_sampler.group(
+                servers, problem, num_samples=num_samples, seed=seed, index=index, **params
+            )
         pairs = zip(sampled.completions, sampled.results, strict=True)
         results = [checked(problem, completion, result) for completion, result in pairs]
         self._unusable.count(results)
         (failures or self._failures).add(results)
-        return scored_group(number, problem, sampled._replace(results=results))
+        return scored_group(number, problem, sampled._replace(results=results, taught=taught))
 
     def _skip(self, count: int) -> None:
         """Replace groups whose rewards are all equal by further groups, up to the oversampling bound."""

@@ -69,10 +69,16 @@ class Learner:
         self._start(Batch())
 
     def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
-        """Start step number `step` with this batch. UsageError: a group's given advantages are invalid."""
+        """Start step number `step` with this batch.
+
+        UsageError: a group's given advantages are invalid, or a teacher's server does not grade the completions.
+        """
         self.spec = ROW_LOSSES["sft"] if step <= self._warm_up_steps else self._later_spec
         longest = self.trainable.sampling.longest
-        self._start(Batch.of(groups, self.spec, self._ranks, self._choices, longest=longest, step=step))
+        batch = Batch.of(groups, self.spec, self._ranks, self._choices, longest=longest, step=step)
+        if self.spec.teacher_weight > 0:
+            batch = replace(batch, mini_batches=[*map(self.trainable.graded, batch.mini_batches)])
+        self._start(batch)
 
     def wants_sleep(self) -> bool | None:
         """Return whether the batch needs the memory of a sleeping KV cache; None: the batch is empty."""
@@ -193,7 +199,7 @@ class Learner:
             # Enable gradients, as in training: without them, compiled layers use a different graph, which rounds
             # differently. In bf16 the two differ by 0.01 nats per token, while GSPO clips at 0.0003.
             with torch.enable_grad():
-                logprobs_N, entropies_N = self.trainable.logprobs(model_pass.batch)
+                logprobs_N, entropies_N = self.trainable.logprobs(replace(model_pass.batch, several=None))
             self._remember(model_pass, logprobs_N.detach(), entropies_N)
             model_pass.entropies_N = entropies_N if chooses else None
 
@@ -255,17 +261,17 @@ class Learner:
 
     def _loss(self, model_pass: Pass) -> Tensor:
         """Return the loss of one pass, and add it to the loss of its update."""
-        logprobs_N, entropies_N = self.trainable.logprobs(
-            model_pass.batch, differentiates_entropies=self.spec.entropy_coef > 0
-        )
+        scores = self.trainable.scores(model_pass.batch, self.spec, model_pass.teacher_logprobs_N)
+        logprobs_N = scores.logprobs_N
+        model_pass.teacher_logprobs_N = scores.teacher_logprobs_N
         if model_pass.old_logprobs_N is None:
-            self._remember(model_pass, logprobs_N.detach(), entropies_N.detach())
+            self._remember(model_pass, logprobs_N.detach(), scores.entropies_N.detach())
         if self.spec.needs_reference and model_pass.reference_logprobs_N is None:
             model_pass.reference_logprobs_N = self.trainable.reference_logprobs(model_pass.batch)
         assert model_pass.old_logprobs_N is not None
         loss, sums = policy_loss(
             logprobs_N, model_pass.old_logprobs_N, model_pass.batch, self.spec, model_pass.reference_logprobs_N,
-            entropies_N,
+            scores.entropies_N, scores.divergences_N, scores.teacher_logprobs_N,
         )  # fmt: skip
         self._computed.losses[-1] += loss.detach()
         self._computed.loss_sums += torch.stack([sums[name] for name in self.spec.metrics])

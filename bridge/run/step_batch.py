@@ -72,6 +72,8 @@ class Pass:
     """The trainer's log-probabilities."""
     reference_logprobs_N: Tensor | None = None
     """The frozen reference's log-probabilities."""
+    teacher_logprobs_N: Tensor | None = None
+    """The teacher's log-probabilities of the sampled tokens, if advantages depend on them."""
     entropies_N: Tensor | None = None
     """The trainer's entropies, with `--top-entropy`."""
 

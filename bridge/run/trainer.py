@@ -30,7 +30,7 @@ from bridge.engine import measuring, provenance
 from bridge.engine.measuring import Alarms
 from bridge.engine.policy import Policy
 from bridge.errors import RewardError, ServerUnreachableError
-from bridge.learn.policy_loss import LOSS_PARTS, LossSpec
+from bridge.learn.policy_loss import LossSpec
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.optimizers import factory
 from bridge.ranks.world import ALONE, Ranks
@@ -261,7 +261,7 @@ class Run:
     def _settled(self) -> TrainConfig:
         """Return the configuration with defaults resolved that depend on the loss."""
         config = self._config.settled()
-        parts = () if config.loss.is_own or config.loss.takes_rows else LOSS_PARTS
+        parts = () if config.loss.is_own else self._spec.parts
         chosen = {part: value for part in parts if (value := getattr(self._spec, part)) != math.inf}
         return config.changed(**chosen)
 
@@ -290,7 +290,8 @@ class Run:
         return open_stream(
             config.model_name, self._environment,
             chosen=config.task, sampling=config.sampling, rollouts=config.rollouts, evaluation=config.evaluation,
-            seed=config.seed, hosts=config.hosts, progress=self._reporter.progress, ranks=self._ranks,
+            has_teacher=config.loss.teacher is not None, seed=config.seed, hosts=config.hosts,
+            progress=self._reporter.progress, ranks=self._ranks,
         )  # fmt: skip
 
     def _open_atropos_stream(self) -> AtroposStream:
@@ -329,7 +330,7 @@ class Run:
         )  # fmt: skip
         if self._pauses.stops_sampling and config.publishing.pause_while_training is None:
             logger.info("sampling stops while a step is computed, since both would share the GPU")
-        self._alarms = Alarms(mismatch_limit=config.loss.mismatch_alarm)
+        self._alarms = Alarms(mismatch_limit=config.loss.mismatch_alarm, needs_rewards=self._spec.uses_rewards)
         self._goal = goal_of(config.stop_at, self._spec.metrics)
 
     def _load(self) -> None:

@@ -156,6 +156,7 @@ class Launch:
         if environment is not None:
             rehearsal.rehearse(
                 config.model_name, config.task, config.sampling, environment,
+                teacher=config.loss.teacher,
                 max_model_len=self.servers.max_model_len,
                 pass_size=self.servers.tp_degree * config.context_parallel_size,
             )  # fmt: skip

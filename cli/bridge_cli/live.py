@@ -413,9 +413,11 @@ def wrapped(text: str, width: int) -> Iterator[str]:
 
 def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None) -> str:
     """Return the figures of a step in columns: as many as fit into `width`."""
+    has_teacher = metrics.get("divergence") is not None and math.isfinite(metrics["divergence"])
     figures = [
         f"step {metrics.step:{len(str(num_steps))}}/{num_steps}",
         _result(metrics),
+        *([f"divergence {or_dash(metrics.get('divergence'), 4)}"] if has_teacher else []),
         f"len {whole_or_dash(metrics.completion_tokens_mean):>5}",
         f"truncated {percent_or_dash(metrics.truncated_share):>4}",
         f"entropy {or_dash(metrics.entropy, 3)}",

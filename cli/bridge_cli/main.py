@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Write a configuration file that explains every choice, and a task to start from.",
     ),
     "run": ("bridge_cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
+    "distill": ("bridge_cli.distill:distill", "Train a model to predict what a teacher predicts, on its own samples."),
     "serve-vllm": ("bridge_cli.serve_vllm:serve", "Start vLLM so that a trainer can share its weights."),
     "train": ("bridge_cli.train:train", "Train a model on a server that is already running, or on several."),
     "tinker": (

@@ -36,9 +36,9 @@ def open_run(
 
     of_loss = LossSpec.of(config.loss).metrics
     if config.loss.is_own:
-        metrics.check_names(of_loss[1:], config.loss.name)  # without `kl`, which is Bridge's
+        metrics.check_names(LossSpec.of(config.loss).own_metrics, config.loss.name)
     metrics.goal_of(config.stop_at, of_loss)
-    reference.check(config.model_name, config.loss.reference_model)
+    reference.check(config.model_name, config.loss)
     reporting.check_trackers(config.tracking)
     prefix = WAYS[config.way].checkpoint_prefix
     run_dir = config.run_dir

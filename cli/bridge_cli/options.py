@@ -52,12 +52,13 @@ def option(flag: str, metavar: str, text: str, **more: Any) -> Any:
 
 
 def from_config(
-    *configs: type[Config], hide: tuple[str, ...] = ()
+    *configs: type[Config], hide: tuple[str, ...] = (), fixed: Mapping[str, str] = types.MappingProxyType({})
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag per field of `configs`, and pass it one resolved configuration per class.
 
     The command's keyword-only parameters are options that only it has. A field that several classes declare, under its
-    name or a synonym, becomes one flag. The fields in `hide` are left out of the help text.
+    name or a synonym, becomes one flag. The fields in `hide` are left out of the help text. `fixed` are values that
+    make up the command: another value of such a field is refused.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -68,6 +69,12 @@ def from_config(
             _refuse_stray(mine.get("vllm_flags") or ())
             toml = given.pop("config")
             flags = _merged(given, configs)
+            for key, value in fixed.items():
+                if flags.setdefault(key, value) != value:
+                    raise UsageError(
+                        f"{flag(key)} {flags[key]}: bridge {command.__name__} is bridge run {flag(key)} {value}",
+                        hint=f"bridge run {flag(key)} {flags[key]}",
+                    )
             command(*(cls.resolve(flags, toml, beside=configs) for cls in configs), **mine)
 
         run.__doc__ = command.__doc__

@@ -53,6 +53,13 @@ def run(
 
     For example: bridge run --model MODEL --environment gsm8k --training-steps 100 -- --enforce-eager
     """
+    start(serve, train, start_limit_s=start_limit_s, on_ray=on_ray, as_json=as_json, vllm_flags=vllm_flags or [])
+
+
+def start(
+    serve: ServeConfig, train: TrainConfig, *, start_limit_s: float, on_ray: bool, as_json: bool, vllm_flags: list[str]
+) -> None:
+    """Check the choices of a run, start its servers and its ranks, and train."""
     is_rank = OWN_RANK.get() is not None  # the user's process runs the checks before it starts ranks
     if train.publishing.start_command is not None:
         raise UsageError("--start-command: bridge run starts vLLM itself", hint="bridge train --start-command ...")
@@ -73,7 +80,7 @@ def run(
         num_gpus = num_servers * serve.tensor_parallel_size
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
     check_host(train.model_name, train.optimizer, train.mode, train.lora, hosts=train.hosts)
-    servers = StartedServers(serve, train, vllm_flags or [], start_limit_s=start_limit_s)
+    servers = StartedServers(serve, train, vllm_flags, start_limit_s=start_limit_s)
     layout = None
     if not is_rank:
         tp_size = train.tp_size(serve.tensor_parallel_size)

@@ -124,7 +124,17 @@ def is_marked(_: Problem, completion: str) -> float:
     return float(bool(marked(completion)))
 
 
-NAMED: Mapping[str, tuple[Score, bool]] = {"math": (equal, True), "exact": (exact, True), "format": (is_marked, False)}
+def nothing(_: Problem, completion: str) -> float:  # noqa: ARG001  a reward's parameters
+    """Return 0: for a loss that reads no reward, and problems without an answer."""
+    return 0.0
+
+
+NAMED: Mapping[str, tuple[Score, bool]] = {
+    "math": (equal, True),
+    "exact": (exact, True),
+    "format": (is_marked, False),
+    "none": (nothing, False),
+}
 """Name -> the reward function, and whether it needs the problem's answer."""
 
 

@@ -62,7 +62,7 @@ RUNNABLE = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the files that the pages mention: models, problems, runs and a checkpoint."""
-    for name in ("MODEL", "Qwen/Qwen2.5-0.5B-Instruct"):
+    for name in ("MODEL", "TEACHER", "Qwen/Qwen2.5-0.5B-Instruct"):
         model = tiny.write(tiny.llama(), tmp_path / name)
         (model / "chat_template.jinja").write_text(demo_model.TEMPLATE)
     assert GSM8K.bundled is not None

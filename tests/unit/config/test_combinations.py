@@ -7,6 +7,8 @@ from bridge.config import ServeConfig, TrainConfig, combinations
 from bridge.errors import UsageError
 
 LORA = {"mode": "lora_only"}
+DISTILLED = {"loss": "distill"}
+TAUGHT = {"teacher": "t", "teacher_weight": 1.0}
 BY_DISK = {**LORA, "lora_handover": "disk"}
 REPLAY = (
     "--router-replay needs --rollouts environment without --lora-handover disk, because nothing else reports experts"
@@ -95,6 +97,29 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {**LORA, "kl_coef": 0.1},
         {"kl_in_reward": True, "min_p": 0.1},
         "--kl-in-reward cannot be combined with --min-p 0.1",
+    ),
+    (
+        {"teacher_weight": 1.0},
+        {"teacher": "t", "loss": "sft"},
+        "--teacher t cannot be combined with --loss sft: a teacher judges",
+    ),
+    ({}, {"group_size": 1, "loss": "grpo"}, "--group-size 1 cannot be combined with --loss grpo, which compares"),
+    *(
+        (DISTILLED, {"teacher": "t", key: value}, f"--teacher t cannot be combined with {shown}: the teacher's")
+        for key, value, shown in (
+            ("top_k", 20, "--top-k 20"),
+            ("top_p", 0.9, "--top-p 0.9"),
+            ("min_p", 0.1, "--min-p 0.1"),
+        )
+    ),
+    *(
+        (TAUGHT, {"loss": "distill", key: value}, f"{shown} has no effect with --loss distill")
+        for key, value, shown in (
+            ("skip_without_signal", True, "--skip-without-signal"),
+            ("top_entropy", 0.5, "--top-entropy 0.5"),
+            ("overlong_buffer", 8, "--overlong-buffer 8"),
+            ("advantage_scale", "batch", "--advantage-scale batch"),
+        )
     ),
     (
         {},

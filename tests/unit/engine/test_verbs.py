@@ -20,7 +20,9 @@ from torch import Tensor
 import bridge
 from bridge.config import TrainConfig
 from bridge.engine import policy as module
+from bridge.engine.trainable import Scores
 from bridge.errors import CheckpointError, GradientError, ServerUnreachableError, UsageError
+from bridge.learn.policy_loss import LossSpec
 from bridge.modes import shared_vllm
 from bridge.passes import budget
 from bridge.passes.layers import INPUTS
@@ -295,14 +297,14 @@ def test_running_out_of_memory_makes_passes_smaller(
     policy: bridge.Policy, groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, failures = bridge.samples(groups), [torch.OutOfMemoryError("CUDA out of memory")]
-    trainable, logprobs = policy.trainable, policy.trainable.logprobs
+    trainable, scores = policy.trainable, policy.trainable.scores
 
-    def failing(batch: MicroBatch, **choices: bool) -> tuple[Tensor, Tensor]:
+    def failing(batch: MicroBatch, spec: LossSpec) -> Scores:
         if failures:
             raise failures.pop()
-        return logprobs(batch, **choices)
+        return scores(batch, spec)
 
-    monkeypatch.setattr(trainable, "logprobs", failing)
+    monkeypatch.setattr(trainable, "scores", failing)
     policy.forward_backward(samples)
     assert trainable.prepared.kept == INPUTS, "activations must be recomputed from now on"
     failures.append(torch.OutOfMemoryError("CUDA out of memory"))

@@ -283,7 +283,7 @@ def test_unnamed_functions_are_named_as_in_the_flag(write: Write) -> None:
 
 def test_unknown_reward_error_lists_names_and_suggests_one() -> None:
     error = refusal("maths")
-    assert "no reward 'maths', expected math, exact, format or path/to/file.py:function" in error.message
+    assert "no reward 'maths', expected math, exact, format, none or path/to/file.py:function" in error.message
     assert error.hint.startswith("--reward math,")
     assert "no reward ''" in refusal("math,").message
     assert refusal("exakt").hint.startswith("--reward exact, or ")

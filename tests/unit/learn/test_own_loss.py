@@ -242,7 +242,7 @@ def test_input_changed_in_a_later_pass_is_refused(tmp_path: Path) -> None:
     [
         (
             "nope",
-            "--loss: must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo, sft, dpo, or path/to/file.py:function",
+            "--loss: must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo, distill, sft, dpo, or path/to/file.py",
         ),
         ("missing.py:f", "there is no such file"),
         ("my_loss.py:g", "no function 'g' in my_loss.py; it defines f, two"),

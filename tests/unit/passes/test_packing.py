@@ -75,6 +75,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "several": None,
         "distinct": None,
         "pairs_P2": None,
+        "taught": None,
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert len(batch.tokens_T) == 7
@@ -103,6 +104,7 @@ def test_shared_prompt_is_packed_once() -> None:
         "several": None,
         "distinct": None,
         "pairs_P2": None,
+        "taught": None,
     }
     assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11
