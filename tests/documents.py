@@ -113,6 +113,9 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "# a distribution over tokens as the target": SLOW,
         "# a loop that resumes": SLOW,
         "+import bridge": tested("tests/cpu/test_trl.py"),
+        "RLOOTrainer(**bridge.for_trl(policy, args), args=args, reward_funcs=right, train_dataset=dataset)": tested(
+            "tests/unit/test_trl.py"
+        ),
     },
     "docs/tinker.md": {
         "pip install 'tinker>=0.25,<0.39'": left_out("a model of the hub; tests/unit/tinker/test_client.py is alike"),

@@ -28,9 +28,11 @@ LIMIT_S = 600
 AT_THE_END = 10
 """Number of steps whose mean reward is compared, since a single step's varies by 0.04 by chance."""
 LEAST_GAIN, NOISE = 0.2, 0.1
+RATIO_NOISE = 0.02
+"""Of the mean ratio over a batch: both sides compute in bf16, by other kernels."""
 SHOWN = """
 import json
-print(json.dumps([entry["reward"] for entry in trainer.state.log_history if "reward" in entry]))
+print(json.dumps([entry["METRIC"] for entry in trainer.state.log_history if "METRIC" in entry]))
 """
 
 MINE = """
@@ -50,15 +52,15 @@ def stock(model: str) -> str:
     return lines[:start] + f"        model={model!r},\n" + lines[lines.index("\n", start) + 1 :]
 
 
-def rewards(script: str, folder: Path, *arguments: str) -> list[float]:
-    """Run a script in `folder`, and return the mean reward of each step."""
+def rewards(script: str, folder: Path, *arguments: str, logged: str = "reward") -> list[float]:
+    """Run a script in `folder`, and return the mean reward of each step, or another metric."""
     script = script.replace('report_to="none",', 'report_to="none", lr_scheduler_type="constant",')
-    script = script.replace("batch_size=64", "batch_size=128")
+    script = script.replace("batch_size=64", "batch_size=128") + SHOWN.replace("METRIC", logged)
     environment = {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     if not torch.cuda.is_available():
-        done = forked.ended(arguments, folder, program=script + SHOWN, environment=environment, limit_s=LIMIT_S)
+        done = forked.ended(arguments, folder, program=script, environment=environment, limit_s=LIMIT_S)
     else:
-        (folder / "script.py").write_text(script + SHOWN)
+        (folder / "script.py").write_text(script)
         done = subprocess.run(
             [sys.executable, "script.py", *arguments], cwd=folder, env={**os.environ, **environment},
             capture_output=True, text=True, timeout=LIMIT_S, check=False,
@@ -84,6 +86,16 @@ def test_trl_trains_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> 
     with bridge.attach(llama.path) as policy:
         checks = policy.verify()
     assert all(check.status == "PASS" for check in checks), checks
+
+
+def test_trl_corrects_for_the_servers_mismatch(llama: LiveServer, tmp_path: Path) -> None:
+    """With `use_vllm=True`, TRL divides its own probabilities by those that the server sampled with."""
+    script = EXAMPLE.replace("attach()", f"attach({str(llama.path)!r})").replace(
+        "max_steps=", "use_vllm=True, max_steps="
+    )
+    ratios = rewards(script, tmp_path, "2", logged="sampling/importance_sampling_ratio/mean")
+    assert len(ratios) == 2
+    assert all(abs(ratio - 1) < RATIO_NOISE for ratio in ratios), ratios
 
 
 @pytest.mark.slow
