@@ -1,6 +1,6 @@
 """TRL's trainers on one copy of the weights: four changed lines of a stock script, and no weight sync.
 
-    with bridge.attach() as policy:                                                         # instead of use_vllm=True
+    with bridge.attach() as policy:
         trainer = GRPOTrainer(**bridge.for_trl(policy, args), args=args, reward_funcs=..., train_dataset=...)
 
 TRL keeps its loss, rewards, tools, schedules, callbacks and logs. The model's parameters are vLLM's; the trainer

@@ -32,7 +32,7 @@ args = GRPOConfig(
 )
 with bridge.attach() as policy:  # +
     trainer = GRPOTrainer(
-        **bridge.for_trl(policy, args),  # + instead of model=MODEL, and use_vllm in args
+        **bridge.for_trl(policy, args),  # + instead of model=MODEL
         args=args,
         reward_funcs=right,
         train_dataset=Dataset.from_list(PROBLEMS),

@@ -285,7 +285,7 @@ def test_trainer_that_generates_elsewhere_is_refused(policy: bridge.Policy, seam
     assert not seam.original.called
 
 
-def test_config_of_a_trainer_without_the_seam_is_refused(policy: bridge.Policy) -> None:
+def test_config_of_another_kind_of_trainer_is_refused(policy: bridge.Policy) -> None:
     other = dataclasses.make_dataclass("OnlineDPOConfig", [("use_vllm", bool, True)])()
     with pytest.raises(UsageError, match="args is a OnlineDPOConfig, whose trainer does not generate with") as caught:
         bridge.for_trl(policy, other)
@@ -528,21 +528,12 @@ def test_each_trainer_trains_on_the_sampled_tokens(
     )  # fmt: skip
     given: dict[str, Any] = {"args": args, "train_dataset": Dataset.from_list([row] * 2)}
     if name in ("Distillation", "GOLD", "IWOPD"):
-        given["teacher_model"] = teacher = copy.deepcopy(chatting.model)
-        teacher.load_state_dict = type(teacher).load_state_dict.__get__(teacher)
-        torch.nn.init.normal_(teacher.model.layers[0].mlp.down_proj.weight, std=0.2)
+        given["teacher_model"] = teacher_of(chatting)
     if name in ("RLOO", "GMPO", "SDPO"):
         given["reward_funcs"] = lambda completions, **_: [float(number % 2) for number, _ in enumerate(completions)]
-    trainer = trainer_of(**bridge.for_trl(chatting, args), **given)
-    passes: list[list[int]] = []
-
-    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        passes.extend((named["input_ids"] if "input_ids" in named else positional[0]).tolist())
-
-    hook = chatting.model.model.register_forward_pre_hook(note, with_kwargs=True)
     before = [parameter.detach().clone() for parameter in chatting.parameters()]
-    trainer.train()
-    hook.remove()
+    passes = passes_of(chatting)
+    trainer_of(**bridge.for_trl(chatting, args), **given).train()
     assert chatting.version == 1
     assert not all(torch.equal(*both) for both in zip(chatting.parameters(), before, strict=True))
     (prompt,), sampled = made[0]["prompts"], made[0]["token_ids"]
@@ -550,6 +541,61 @@ def test_each_trainer_trains_on_the_sampled_tokens(
     trained = [*prompt["prompt_token_ids"], *sampled]
     assert any(contains(ids, trained) for ids in passes)
     assert made[0]["max_tokens"] == 64
+
+
+def test_trl_distillation_with_tools_trains_on_the_sampled_tokens(
+    chatting: bridge.Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from datasets import Dataset
+    from trl.trainer.distillation_config import DistillationConfig
+    from trl.trainer.distillation_trainer import DistillationTrainer
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first one.
+            b: The second one.
+        """
+        return a + b
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 30, "b": 12}}\n</tool_call>'
+    made = answering(chatting, monkeypatch, call, "It is 42.")
+    args = DistillationConfig(
+        str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", max_steps=1, learning_rate=1e-3,
+        per_device_train_batch_size=2, gradient_accumulation_steps=1, max_completion_length=512,
+    )  # fmt: skip
+    teacher = teacher_of(chatting)
+    passes = passes_of(chatting)
+    DistillationTrainer(
+        **bridge.for_trl(chatting, args), args=args, teacher_model=teacher, tools=[add],
+        train_dataset=Dataset.from_list([{"prompt": MESSAGES}] * 2),
+    ).train()  # fmt: skip
+    first, then = made
+    (whole,) = {tuple(problem["prompt_token_ids"]) for problem in then["prompts"]}
+    asked = [*first["prompts"][0]["prompt_token_ids"], *first["token_ids"]]
+    assert [*whole][: len(asked)] == asked
+    assert "42" in chatting.tokenizer.decode(whole[len(asked) :])
+    assert any(contains(ids, [*whole, *then["token_ids"]]) for ids in passes)
+    assert chatting.version == 1
+
+
+def teacher_of(policy: bridge.Policy) -> Any:
+    """Return a copy of the policy's model with some other weights; after `for_trl` it cannot be copied."""
+    teacher: Any = copy.deepcopy(policy.model)
+    torch.nn.init.normal_(teacher.model.layers[0].mlp.down_proj.weight, std=0.2)
+    return teacher
+
+
+def passes_of(policy: bridge.Policy) -> list[list[int]]:
+    """Return a list that gets the token ids of each row that the policy's model computes from now on."""
+    rows: list[list[int]] = []
+
+    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        rows.extend((named["input_ids"] if "input_ids" in named else positional[0]).tolist())
+
+    policy.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    return rows
 
 
 def contains(ids: list[int], part: list[int]) -> bool:
@@ -578,7 +624,7 @@ def test_turn_after_a_tool_result_fits_the_servers_limit(
     assert {value for values in logprobs for (value,) in values} == {-1.0}
 
 
-def test_seeds_of_a_resumed_trainer_are_those_of_an_uninterrupted_one(
+def test_resumed_trainer_samples_with_the_same_seeds(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, seam: SimpleNamespace
 ) -> None:
     def seeds(first: int, last: int) -> list[list[int]]:
