@@ -6,8 +6,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
 from bridge.ranks import torchrun
 from bridge.ranks.world import ALONE, Ranks
+from bridge.scoring.score import as_reward
 from bridge.server import discovery, manifest
 from bridge.server.manifest import MANIFEST_NAME, Manifest
 from bridge.types import Group
@@ -295,8 +297,10 @@ def samples(
     and `rloo`.
 
     Raises:
-        UsageError: the advantages that a group was given are invalid, or the loss needs `max_new_tokens`.
+        UsageError: `groups` are no groups, the advantages or rewards that a group was given are invalid, or the loss
+            needs `max_new_tokens`.
     """
+    groups = _checked(groups)
     spec = losses.LossSpec.of(loss or LossConfig())
     if spec.aggregation == "constant" and max_new_tokens is None:
         raise UsageError(
@@ -304,6 +308,35 @@ def samples(
             hint="samples(groups, loss, max_new_tokens=policy.sampling.longest)",
         )
     return learning.samples(groups, spec, max_new_tokens=max_new_tokens or 1)
+
+
+def _checked(groups: object) -> list[Group]:
+    """Return the groups, with rewards as floats where advantages are computed from them.
+
+    Raises:
+        UsageError: one is no group, or has rewards from which advantages cannot be computed.
+    """
+    listed = []
+    for number, group in enumerate(groups if isinstance(groups, Iterable) else [groups], start=1):
+        if not isinstance(group, Group):
+            raise UsageError(
+                f"group {number} is {described(group)}, expected a bridge.Group",
+                hint="bridge.samples(policy.sample(prompts, score))",
+            )
+        if group.advantages is not None:
+            listed.append(group)
+            continue
+        numbers = [as_reward(reward) for reward in group.rewards]
+        rewards = tuple(number for number in numbers if number is not None)
+        if len(rewards) != len(numbers) or len(rewards) != len(group.completions):
+            raise UsageError(
+                f"the rewards of group {number} (prompt {described(group.problem['prompt'])}) are"
+                f" {described(group.rewards)}, expected a finite number for each of its {len(group.completions)}"
+                " completions",
+                hint="replace(group, rewards=...), or group.with_advantages(...)",
+            )
+        listed.append(replace(group, rewards=rewards))
+    return listed
 
 
 def policy_loss(

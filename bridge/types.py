@@ -258,9 +258,23 @@ class Group:
     """Sampled completions that are left out because scoring them failed."""
 
     def with_advantages(self, advantages: Iterable[Any]) -> "Group":
-        """Return a copy with these advantages: one number for each completion, or one per token."""
-        own = tuple(tuple(map(float, value)) if _is_several(value) else (float(value),) for value in advantages)
-        return replace(self, advantages=own)
+        """Return a copy with these advantages: one number for each completion, or one per token.
+
+        Raises:
+            ValueError: one of them is not a number.
+        """
+        return replace(self, advantages=tuple(map(_numbers, advantages)))
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    """Return a number, or one per token, as floats. Text is refused: the bytes of `b"1"` would be the number 49."""
+    several = value if _is_several(value) else (value,)
+    try:
+        if any(isinstance(number, str | bytes) for number in (value, *several)):
+            raise TypeError
+        return tuple(map(float, several))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an advantage is {str(value)[:60]!r}, expected a number, or one number per token") from error
 
 
 def _is_several(value: object) -> bool:

@@ -166,6 +166,44 @@ def test_group_may_have_its_own_advantages(given: Any, held: object) -> None:
         bridge.samples([group.with_advantages([1, 2, 3])])
 
 
+def two_completions() -> Group:
+    one = Completion(token_ids=(1, 2), logprobs=(-1.0, -1.0), text="x", finish_reason="stop")
+    return Group(problem={"prompt": "a"}, prompt_token_ids=(1,), completions=(one, one), rewards=(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "given", [["1", "0"], [b"1", b"0"], [np.str_("1"), 0], [None, 0], [1j, 0], [10**400, 0], [[1, "2"], [3, 4]], "10"]
+)
+def test_advantage_that_is_no_number_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="expected a number, or one number per token"):
+        two_completions().with_advantages(given)
+
+
+@pytest.mark.parametrize(
+    "rewards", [(float("nan"), 1.0), (float("inf"), 1.0), (None, 1.0), ("1", "0"), (1e31, 0.0), (1.0,), ()]
+)
+def test_samples_refuse_rewards_without_advantages(rewards: Any) -> None:
+    """NaN would become the advantage of every completion of the group."""
+    group = dataclasses.replace(two_completions(), rewards=rewards)
+    with pytest.raises(UsageError, match=r"the rewards of group 2 \(prompt 'a'\) are .*, expected a finite number"):
+        bridge.samples([two_completions(), group])
+    assert len(bridge.samples([group.with_advantages([1.0, 2.0])])) == 2
+
+
+def test_samples_take_rewards_of_any_kind_of_number() -> None:
+    numbers: Any = torch.tensor(0.0), np.float32(1)
+    group = dataclasses.replace(two_completions(), rewards=numbers)
+    assert [sample.advantages for sample in bridge.samples([group])] == [
+        sample.advantages for sample in bridge.samples([two_completions()])
+    ]
+
+
+@pytest.mark.parametrize("given", [None, 5, [None], {"a": 1}])
+def test_samples_of_something_else_are_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"group 1 is .*, expected a bridge\.Group"):
+        bridge.samples(given)
+
+
 @pytest.mark.parametrize("kind", [bridge.Group, bridge.Completion, bridge.Sample])
 def test_help_documents_every_field_of_a_record(kind: type) -> None:
     text = kind.__doc__ or ""
