@@ -35,6 +35,7 @@ from bridge.trl_settings import (
     filters_of,
     refuse_other_adapter,
     refuse_settings,
+    second_model,
     tokenizer_of,
     trainer_of,
     use_vllm,
@@ -89,6 +90,11 @@ def for_trl(
     tokenizer = tokenizer_of(policy, processing_class)
     policy.use_tokenizer(tokenizer)
     _use_server_eos_tokens(policy, Vocabulary.of(tokenizer, policy.config.model_name))
+    if policy.version and policy.opened.adapter is None and (second := second_model(args)):
+        logger.warning(
+            "the server's weights are at version %d, but TRL will load %s from %s, whose weights are those of version 0",
+            policy.version, second, policy.model_name,
+        )  # fmt: skip
     use_vllm(args)
     fence = Fence(policy, args, ServerGeneration(policy, args))
     return {

@@ -115,6 +115,14 @@ def use_vllm(args: Any) -> None:
     args.use_vllm = True
 
 
+def second_model(args: Any) -> str | None:
+    """Return what the trainer loads by the name of the served model; None if it loads nothing."""
+    if getattr(args, "teacher_model_kind", "live") != "live":
+        return "the teacher"
+    has_reference = any(ancestor.__name__ in ("GRPOConfig", "RLOOConfig") for ancestor in type(args).__mro__)
+    return "the reference" if has_reference and args.beta != 0 else None
+
+
 def trainer_of(args: Any) -> str:
     """Return the name of the trainer that `args` is for."""
     return type(args).__name__.replace("Config", "Trainer")

@@ -308,6 +308,20 @@ def sub_config(name: str, fields: list[tuple[str, type, Any]]) -> Any:
     return dataclasses.make_dataclass(name, made, bases=(Config,))()
 
 
+def test_second_model_of_a_trained_server_is_announced(policy: bridge.Policy, caplog: pytest.LogCaptureFixture) -> None:
+    """TRL loads it from the folder of the served model, whose weights are the server's first ones."""
+    bridge.for_trl(policy, choices(beta=0.1))
+    policy.publish(lambda: None)
+    bridge.for_trl(policy, choices(beta=0.0))
+    bridge.for_trl(policy, sub_config("SDFTConfig", [("teacher_model_kind", str, "live")]))
+    assert "TRL will load" not in caplog.text
+    bridge.for_trl(policy, choices(beta=0.1))
+    bridge.for_trl(policy, sub_config("SDFTConfig", [("teacher_model_kind", str, "ema")]))
+    first, then = (record.message for record in caplog.records if "TRL will load" in record.message)
+    assert f"weights are at version 1, but TRL will load the reference from {policy.model_name}, whose" in first
+    assert "TRL will load the teacher from" in then
+
+
 def test_correction_of_vllms_mismatch_needs_use_vllm(policy: bridge.Policy) -> None:
     corrected = choices(use_vllm=True, vllm_importance_sampling_mode="token_mask")
     bridge.for_trl(policy, corrected)
