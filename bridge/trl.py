@@ -92,7 +92,7 @@ def for_trl(
     _use_server_eos_tokens(policy, Vocabulary.of(tokenizer, policy.config.model_name))
     if policy.version and policy.opened.adapter is None and (second := second_model(args)):
         logger.warning(
-            "the server's weights are at version %d, but TRL will load %s from %s, whose weights are those of version 0",
+            "the server's weights are at version %d, but TRL will load %s from %s, whose weights are of version 0",
             policy.version, second, policy.model_name,
         )  # fmt: skip
     use_vllm(args)
