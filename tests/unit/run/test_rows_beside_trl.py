@@ -9,7 +9,10 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from bridge.rollouts.training_rows import RowEncoder
 from bridge.weights import loaded
