@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.checkpoints.metrics import StepMetrics
+from bridge_cli import demo_model
 from tests.cpu import demo_server
 from tests.cpu.demo_server import DemoServer
 
@@ -46,3 +47,17 @@ def test_every_loss_raises_the_held_out_reward(server: DemoServer, tmp_path: Pat
     met_a_clip = any(step.clipped_low_share + step.clipped_high_share > 0 for step in steps)
     if loss != "cispo":  # CISPO clips only above 5
         assert met_a_clip == (updates > 1), steps  # with one update all ratios are 1
+
+
+def test_distillation_raises_the_held_out_reward(server: DemoServer, tmp_path: Path) -> None:
+    """The teacher was only shown right answers; no reward is trained on."""
+    recipe = {**demo_model.RECIPE, "mixed": {"num_steps": 120, "right_share": 1.0, "lr": 1e-3}}
+    teacher = demo_model.make(demo_model.cache_folder(), progress=lambda *_: None, recipe=recipe)
+    server.load_initial_weights()
+    steps: list[StepMetrics] = []
+    choices = {"training_steps": STEPS, "eval_samples": 8, "loss": "distill", "teacher": str(teacher), "group_size": 1}
+    summary = server.train(tmp_path, steps.append, **choices)
+    assert summary.reward_before is not None
+    assert summary.reward_after is not None
+    assert summary.reward_after - summary.reward_before >= LEAST_GAIN, summary
+    assert sum(step.divergence for step in steps[-3:]) < 0.8 * sum(step.divergence for step in steps[:3]), steps
