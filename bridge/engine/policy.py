@@ -642,8 +642,11 @@ class Policy:
         ids += [end] if end is not None else []
         if not ids:
             raise UsageError(f"the completion {completion!r} has no tokens", hint="leave this completion out")
+        prompt_ids = tuple(problem.get("prompt_token_ids") or problems.encode(self.tokenizer, problem))
+        for name, given in (("prompt", prompt_ids), ("completion", ids)):
+            self._vocabulary.check_ids(given, lambda name=name: f"the {name}")  # type: ignore[misc]
         return Sample(
-            prompt_token_ids=tuple(problem.get("prompt_token_ids") or problems.encode(self.tokenizer, problem)),
+            prompt_token_ids=prompt_ids,
             token_ids=tuple(ids),
             sampled_logprobs=(math.nan,) * len(ids),
             advantages=(1.0,) * len(ids),

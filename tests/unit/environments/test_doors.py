@@ -7,6 +7,7 @@ import builtins
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -296,6 +297,18 @@ def test_encoded_text_may_follow_token_ids(policy: bridge.Policy) -> None:
     sample = policy.encode([65, 66], "yes")
     assert sample.prompt_token_ids == (65, 66)
     assert sample.token_ids[-1] == policy.tokenizer.eos_token_id
+
+
+def test_token_beyond_the_embedding_is_refused(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass would end in an IndexError, on a GPU in an assertion of the device."""
+    monkeypatch.setitem(vars(policy), "_vocabulary", replace(policy._vocabulary, num_embeddings=320))
+    monkeypatch.delitem(vars(policy), "_sampler", raising=False)
+    policy.encode([65, 66], "!")
+    for call in (lambda: policy.sample([[65, 320]]), lambda: policy.encode([65, 320], "!")):
+        with pytest.raises(BridgeError, match=r"token 320 of .*prompt.* is beyond the model's 320 embeddings"):
+            call()
+    with pytest.raises(BridgeError, match="of the completion is beyond the model's 320 embeddings"):
+        policy.encode([65], "</s>")
 
 
 @pytest.mark.parametrize("completion", [None, 5, b"yes", "\ud800"])
