@@ -29,7 +29,7 @@ from bridge.config import (
 from bridge.core import paths
 from bridge.core.address import free_port
 from bridge.core.foreign_code import described
-from bridge.engine import reference
+from bridge.engine import reference, teacher
 from bridge.engine.peft_settings import lora_of
 from bridge.engine.policy import Policy, path_of
 from bridge.errors import ManifestError, UsageError
@@ -132,6 +132,7 @@ def _attached(
         chosen["lora"] = _for_several(chosen.get("lora"))
     config = _config(exported, path_found, chosen, seed=seed, num_ranks=1 if reads_only else torchrun.world_size())
     reference.check(exported.model, config.loss)
+    teacher.check_server(exported.model, config.loss, config.sampling)
     held = ExitStack()
     try:
         ranks = ALONE if reads_only else _join(exported, held)

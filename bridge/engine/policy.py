@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bridge.checkpoints import checkpoint, optimizer_state
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checks import Check, one_copy_proof
-from bridge.config import LossConfig, SamplingConfig, TrainConfig
+from bridge.config import OWN_WEIGHTS, LossConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import OptimizerName
 from bridge.core import atomic_folder, paths
 from bridge.core.concurrency import gather_or_cancel
@@ -51,6 +51,7 @@ from bridge.engine.held_adapter import HeldAdapter, Kept, put_in, take_gradients
 from bridge.engine.make_trainable import prepared_of, trainable_of
 from bridge.engine.run_folder import RunFolder
 from bridge.engine.sharing import shares_of
+from bridge.engine.teacher import RemoteTeacher
 from bridge.engine.trainable import Trainable
 from bridge.errors import AttachError, GradientError, RewardError, UsageError
 from bridge.modes import WAYS
@@ -305,6 +306,8 @@ class Policy:
             hosts=config.hosts, seed=config.seed, has_adapter=config.mode == "lora_only", model_name=config.model_name,
             max_model_len=self.mode.max_model_len, ranks=self.ranks,
         )  # fmt: skip
+        if isinstance(made.teacher, RemoteTeacher):
+            self._held.callback(made.teacher.close)
         if isinstance(self.mode, LoraOnRequest) and self.opened.adapter is not None:
             made.rescale(self.opened.adapter.lr_factors())
         return made
@@ -1354,12 +1357,34 @@ class Policy:
                 f"loss is {described(loss)}, expected a function or a bridge.LossConfig",
                 hint='bridge.LossConfig(name="grpo")',
             )
+        if isinstance(loss, LossConfig):
+            self._refuse_other_teacher(loss, samples)
         if old_logprobs is not None:
             refuse_other_logprobs(old_logprobs, samples, is_function=callable(loss))
         indices = [*range(len(samples))] if are_own else shares_of(samples, self.ranks.num_shares)[self.ranks.share]
         old = [None] * len(samples) if old_logprobs is None else old_logprobs
         given = [Given(index, samples[index], old[index]) for index in indices]
         return Gradients(self.trainable, loss, given)
+
+    def _refuse_other_teacher(self, loss: LossConfig, samples: Sequence[Sample]) -> None:
+        """Raise UsageError if the policy was attached with another teacher, or if its own weights teach nothing."""
+        attached = self.config.loss
+        if loss.teacher is None or attached.teacher is None:  # the latter is refused where the loss is computed
+            return
+        for key, can_differ in (("teacher", False), ("teacher_top_k", not loss.teacher_top_k)):
+            if getattr(loss, key) != getattr(attached, key) and not can_differ:
+                raise UsageError(
+                    f"the loss has {key}={getattr(loss, key)!r}, but the policy was attached with"
+                    f" {getattr(attached, key)!r}",
+                    hint="pass the same teacher when attaching: bridge.attach(loss=loss)",
+                )
+        has_hints = any(sample.teacher_prompt_token_ids for sample in samples)
+        if samples and self.trainable.lacks_hints(has_hints):
+            raise UsageError(
+                f"teacher {OWN_WEIGHTS!r} teaches nothing: no sample has teacher_prompt_token_ids, so that it predicts"
+                " what the policy predicts",
+                hint="give problems a key 'hint' with a text that only the teacher sees, or name another model",
+            )
 
     def _wants_sleep(self, samples: Sequence[Sample]) -> bool:
         """Return whether passes over any rank's samples need the memory of the server's KV cache."""

@@ -13,15 +13,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, FiniteFloat
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.config import OWN_WEIGHTS, ComputeConfig, LossConfig, SamplingConfig
 from bridge.core.concurrency import gather_or_cancel
+from bridge.core.logs import info_once
 from bridge.engine import reference
 from bridge.engine.reference import Reference
 from bridge.errors import RejectedRequestError, UsageError
@@ -34,10 +35,15 @@ from bridge.rollouts.openai_api import RequestFailed
 from bridge.rollouts.sampler import wait_s
 from bridge.rollouts.servers import Connections
 from bridge.server.client import ServedModels
+from bridge.weights import skeleton
 
 logger = logging.getLogger(__name__)
 
 ROUTE = "/v1/completions"
+TOKENIZE = "/tokenize"
+PROBE = "def f(x):\n    return 12 + 345 * x  # Zürich, naïve, 你好, ½ 🙂\n\nThe quick brown fox's 7th jump."
+"""A text that tokenizers of different families encode differently."""
+CHECK_LIMIT_S = 60.0
 MOST_REQUESTS = 64
 """Requests to a teacher's server at the same time."""
 LEAST_LOGPROB = -60.0
@@ -60,15 +66,6 @@ class Teacher:
         """Return the teacher's log-probabilities of the sampled tokens, without gradient: [N] float32."""
         return self.frozen.logprobs(batch.taught or batch, temperature)
 
-    def refuse_without_hints(self, samples: Sequence[Sample]) -> None:
-        """Raise UsageError if the teacher is the policy, and no sample has a prompt of its own for it."""
-        if self.is_policy and samples and not any(sample.teacher_prompt_token_ids for sample in samples):
-            raise UsageError(
-                f"--teacher {OWN_WEIGHTS} learns nothing: no problem has a hint, so that the teacher predicts what the"
-                " policy predicts",
-                hint="give problems a key 'hint' with a text that only the teacher sees, or name another model",
-            )
-
 
 def open_teacher(
     loss: LossConfig,
@@ -83,7 +80,7 @@ def open_teacher(
 ) -> Teacher | None:
     """Return the teacher in this process that the loss needs, for the `prepared` model; None if there is none.
 
-    An adapter's base is its teacher if it has the teacher's name: it is not loaded a second time.
+    An adapter's base is its own teacher if it is the teacher's model: it is not loaded a second time.
 
     Raises:
         UsageError: the teacher cannot be loaded, or does not fit.
@@ -94,7 +91,7 @@ def open_teacher(
         return None
     if name == OWN_WEIGHTS:
         return Teacher(frozen=Reference(prepared=prepared), is_policy=True)
-    if has_adapter and name == model_name:
+    if has_adapter and skeleton.absolute(name) == skeleton.absolute(model_name):
         return Teacher(frozen=reference.without_adapter(prepared))
     frozen = reference.loaded_beside(
         name, compute, prepared, device,
@@ -137,12 +134,37 @@ class Offloaded:
             parameter.data = on_host
 
 
+class _Known(BaseModel):
+    logprob: FiniteFloat
+
+
 class _Choice(BaseModel):
-    prompt_logprobs: list[Mapping[str, Mapping[str, Any]] | None]
+    prompt_logprobs: list[Mapping[int, _Known] | None]
 
 
 class _Answer(BaseModel):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], Field(min_length=1)]
+
+
+class _Tokens(BaseModel):
+    tokens: list[int]
+
+
+def check_server(model: str, loss: LossConfig, sampling: SamplingConfig) -> None:
+    """Check a teacher behind a URL before anything starts: that it answers, and has the tokenizer of `model`.
+
+    Raises:
+        UsageError: it cannot be reached, is not vLLM, or encodes a text differently; or the temperature is not 1.
+    """
+    if not loss.has_remote_teacher:
+        return
+    text_ids = skeleton.tokenizer(model)(PROBE, add_special_tokens=False)["input_ids"]
+    at_once = {"max_retries": 0, "request_timeout_s": min(CHECK_LIMIT_S, sampling.request_timeout_s)}
+    teacher = RemoteTeacher(loss, sampling.model_copy(update=at_once), num_words=0)
+    try:
+        teacher.check(text_ids)
+    finally:
+        teacher.close()
 
 
 class RemoteTeacher:
@@ -172,6 +194,33 @@ class RemoteTeacher:
     def close(self) -> None:
         self._loop.close(self._connections.aclose())
 
+    def check(self, probe_ids: Sequence[int]) -> None:
+        """Check that the server answers, and that its tokens of `PROBE` are `probe_ids`, if it has such a route.
+
+        Raises:
+            UsageError: it does not answer, or its tokens are different.
+        """
+        tokens = self._loop.run(self._probed())
+        if tokens is not None and tokens != [*probe_ids]:
+            odd = next((pair for pair in zip(tokens, probe_ids, strict=False) if pair[0] != pair[1]), None)
+            what = f"the first different one is {odd[0]} instead of {odd[1]}" if odd else "one of them stops earlier"
+            raise UsageError(
+                f"the teacher at {self._url} has a different tokenizer: it encodes a text as {len(tokens)} tokens,"
+                f" expected {len(probe_ids)}; {what}",
+                hint="serve a model of the same family, with the same vocabulary",
+            )
+
+    async def _probed(self) -> list[int] | None:
+        """Return the server's tokens of `PROBE`; None: it has no route that encodes text."""
+        self._model = await self._name()
+        body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
+        try:
+            async with asyncio.timeout(self._limit_s):
+                answer, _ = await self._connections.send("POST", self._url, TOKENIZE, body, _Tokens)
+        except (RequestFailed, RejectedRequestError, TimeoutError):
+            return None
+        return answer.tokens
+
     def graded(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with targets: each sampled token and, with `top_k`, the teacher's likeliest tokens.
 
@@ -198,6 +247,11 @@ class RemoteTeacher:
 
     async def _scored(self, sample: Sample) -> list[Mapping[int, float]]:
         """Return what the server knows of each token of the completion: token id -> log-probability."""
+        if sample.images is not None:
+            raise UsageError(
+                f"the prompts have images, which the teacher at {self._url} would not see",
+                hint="--teacher self with hints, or leave the images out",
+            )
         taught = sample.as_taught
         body = {
             "model": self._model, "prompt": [*taught.prompt_token_ids, *taught.token_ids], "max_tokens": 1,
@@ -210,7 +264,7 @@ class RemoteTeacher:
                 f"the teacher at {self._url} scored {len(positions)} tokens of a completion of {len(sample.token_ids)}",
                 hint="serve the teacher with vLLM 0.26 or later",
             )
-        return [{int(word): one["logprob"] for word, one in (position or {}).items()} for position in positions]
+        return [{word: known.logprob for word, known in (position or {}).items()} for position in positions]
 
     def _with_targets(self, sample: Sample, positions: Sequence[Mapping[int, float]]) -> Sample:
         """Return the sample with each sampled token, and the likeliest words that the policy has, as targets."""
@@ -245,7 +299,10 @@ class RemoteTeacher:
                 if is_final or num_failed > self._max_retries:
                     raise UsageError(
                         f"the teacher at {self._url} does not grade completions: {reason}",
-                        hint=f"check that it runs, with --max-logprobs {max(20, self._top_k)} or more",
+                        hint=f"check that it runs, with --max-logprobs {max(20, self._top_k)} or more, and a"
+                        " --max-model-len for the longest prompt with its completion",
                     ) from error
-            await asyncio.sleep(wait_s(num_failed))
+                info_once(logger, f"the teacher at {self._url} failed, and is asked again: {reason}")
+                requested_s: float = getattr(error, "retry_after_s", 0.0)
+            await asyncio.sleep(requested_s + wait_s(num_failed))
         raise AssertionError("unreachable")

@@ -14,6 +14,7 @@ Shape suffixes: N rows (positions that predict a sampled token).
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -109,14 +110,24 @@ class Trainable:
     def graded(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return samples with what a teacher's server knows of them; with another teacher, the samples themselves.
 
+        All ranks must call this: those that share a pass get the answers of one of them, since a server may round
+        differently when it is asked again.
+
         Raises:
-            UsageError: the server does not answer, or the teacher can teach nothing.
+            UsageError: the server does not answer.
         """
-        if isinstance(self.teacher, RemoteTeacher):
-            return self.teacher.graded(samples)
-        if self.teacher is not None:
-            self.teacher.refuse_without_hints(samples)
-        return [*samples]
+        teacher = self.teacher
+        if not isinstance(teacher, RemoteTeacher):
+            return [*samples]
+        targets = self.ranks.pass_group.run_on_rank_zero(
+            lambda: [(sample.targets, sample.target_weights) for sample in teacher.graded(samples)]
+        )
+        pairs = zip(samples, targets, strict=True)
+        return [replace(sample, targets=ids, target_weights=weights) for sample, (ids, weights) in pairs]
+
+    def lacks_hints(self, has_hints: bool) -> bool:
+        """Whether the teacher is the policy itself, which teaches nothing unless it `has_hints`."""
+        return isinstance(self.teacher, Teacher) and self.teacher.is_policy and not has_hints
 
     def scores(self, batch: MicroBatch, spec: LossSpec, teacher_logprobs_N: Tensor | None = None) -> Scores:
         """Compute what a built-in loss reads; `teacher_logprobs_N` if they are known from an earlier pass."""

@@ -30,6 +30,7 @@ matrix of scores.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from bridge.config import OWN_WEIGHTS, ComputeConfig, LoraConfig, OptimizerConfig, SamplingConfig, TrainConfig
@@ -212,7 +213,8 @@ def _teacher(config: TrainConfig, student: ModelSize) -> _Teacher:
     A teacher whose files cannot be read is counted like the student: opening the run reports what is wrong with it.
     """
     loss = config.loss
-    is_own_base = config.mode == "lora_only" and loss.teacher == config.model_name
+    same_model = loss.teacher is not None and Path(loss.teacher).resolve() == Path(config.model_name).resolve()
+    is_own_base = config.mode == "lora_only" and same_model
     if loss.teacher in (None, OWN_WEIGHTS) or loss.has_remote_teacher or is_own_base:
         return _Teacher()
     try:
@@ -223,7 +225,7 @@ def _teacher(config: TrainConfig, student: ModelSize) -> _Teacher:
     if not loss.offload_teacher:
         return _Teacher(on_device=whole)
     head = BF16_BYTES * size.dimensions.vocabulary * size.dimensions.hidden
-    return _Teacher(on_device=head, while_training=whole - head, on_host=whole - head)
+    return _Teacher(on_device=head, while_training=whole - head, on_host=PINNED * (whole - head))
 
 
 def host_state_bytes(size: ModelSize, optimizer: OptimizerConfig, mode: str, lora: LoraConfig, *, hosts: int) -> float:

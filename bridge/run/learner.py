@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.config import LossConfig
+from bridge.config import OWN_WEIGHTS, LossConfig
 from bridge.core.interrupt import deferred_interrupt
+from bridge.core.logs import warn_once
 from bridge.engine.trainable import Trainable
 from bridge.errors import RewardError, UsageError
 from bridge.learn.mismatch import measure
@@ -74,6 +75,13 @@ class Learner:
         UsageError: a group's given advantages are invalid, or a teacher's server does not grade the completions.
         """
         self.spec = ROW_LOSSES["sft"] if step <= self._warm_up_steps else self._later_spec
+        has_hints = any(group.teacher_prompt_token_ids for group in groups)
+        if groups and self.spec.teacher_weight > 0 and self.trainable.lacks_hints(has_hints):
+            warn_once(
+                logger,
+                f"--teacher {OWN_WEIGHTS} teaches nothing in steps whose problems all lack a hint, since it predicts"
+                " what the policy predicts; give every problem a key 'hint'",
+            )
         longest = self.trainable.sampling.longest
         batch = Batch.of(groups, self.spec, self._ranks, self._choices, longest=longest, step=step)
         if self.spec.teacher_weight > 0:
@@ -193,7 +201,7 @@ class Learner:
             self._computed.passes.append([Pass(batch=micro_batch) for micro_batch in packed])
         chooses = self.spec.top_entropy < 1
         first = 0 if chooses else 1  # the ratios of the first update are 1
-        if self.spec.objective != "policy":  # there are no ratios
+        if self.spec.objective in ("supervised", "preference"):  # there are no ratios
             return
         for model_pass in chain.from_iterable(self._computed.passes[first:]):
             # Enable gradients, as in training: without them, compiled layers use a different graph, which rounds

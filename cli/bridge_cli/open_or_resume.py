@@ -29,7 +29,7 @@ def open_run(
     Return the configuration with the checkpoint folder set, the run directory, and the checkpoint to resume from.
     """
     from bridge.checkpoints import metrics
-    from bridge.engine import reference
+    from bridge.engine import reference, teacher
     from bridge.learn.policy_loss import LossSpec
     from bridge.modes import WAYS
     from bridge.run import reporting, resuming
@@ -39,6 +39,7 @@ def open_run(
         metrics.check_names(LossSpec.of(config.loss).own_metrics, config.loss.name)
     metrics.goal_of(config.stop_at, of_loss)
     reference.check(config.model_name, config.loss)
+    teacher.check_server(config.model_name, config.loss, config.sampling)
     reporting.check_trackers(config.tracking)
     prefix = WAYS[config.way].checkpoint_prefix
     run_dir = config.run_dir

@@ -2,7 +2,10 @@
 
 import copy
 import json
+import math
+import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,13 +18,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import bridge
 from bridge.agents.rehearsal import rehearse
-from bridge.config import SamplingConfig, TaskConfig, TrainConfig
+from bridge.config import LossConfig, SamplingConfig, TaskConfig, TrainConfig
+from bridge.core.logs import warn_once
+from bridge.engine import teacher as teachers
 from bridge.errors import RewardError, UsageError
+from bridge.modes import shared_vllm
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.problems import hinted
-from bridge.types import Completion, Group
+from bridge.types import Array, Completion, Group, Images
+from bridge.weights import skeleton
 from tests.models import tiny
+from tests.unit import http_server, toy_server
+from tests.unit.engine.test_policy import FenceClient
 from tests.unit.passes.test_divergence import exact
 from tests.unit.run.test_learner import (
     CLOSE,
@@ -36,6 +46,7 @@ from tests.unit.run.test_learner import (
     made_by,
     moved,
     prepared,
+    same,
     updated,
     weights,
 )
@@ -309,17 +320,59 @@ def test_hint_without_a_message_of_the_user_is_refused() -> None:
         hinted({"prompt": [{"role": "system", "content": "s"}], "hint": "4"})
 
 
-def test_policy_as_teacher_without_hints_is_refused(groups: list[Group]) -> None:
-    with pytest.raises(UsageError, match="--teacher self learns nothing: no problem has a hint"):
-        learner_of(base(), loss="distill", teacher="self").take(groups)
+def test_batch_without_hints_is_logged(groups: list[Group], caplog: pytest.LogCaptureFixture) -> None:
+    """By chance, no problem of a batch may have a hint, though others have one."""
+    warn_once.cache_clear()
+    distilled(base(), groups, teacher="self")
+    assert "--teacher self teaches nothing in steps whose problems all lack a hint" in caplog.text
+    caplog.clear()
+    warn_once.cache_clear()
+    distilled(base(), [*with_hints(groups[:1]), *groups[1:]], teacher="self")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
+def test_later_updates_are_measured_and_clipped_as_policy_losses(
+    groups: list[Group], teacher: Path, divergence: str
+) -> None:
+    choices: dict[str, Any] = {"loss": "distill", "teacher": str(teacher), "divergence": divergence}
+    once = updated(base(), groups, **choices)
+    twice = updated(base(), groups, make_optimizer=Descent, lr=LARGE, updates_per_batch=2, **choices)
+    assert twice["updates"] == 2
+    for name in ("entropy", "logprob_diff_mean", "mismatch_kl"):
+        assert twice[name] == pytest.approx(once[name], rel=1e-3)
+    if divergence == "sampled":
+        assert twice["clipped_low_share"] + twice["clipped_high_share"] > 0
+
+
+def test_loss_with_another_teacher_than_attached_is_refused(
+    groups: list[Group], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
+    toy = toy_server.serve(tiny.llama(), tmp_path / "model")
+    attached = bridge.LossConfig(name="distill", teacher="self")
+    with toy_server.attach(toy.manifest, tmp_path, loss=attached) as policy:
+        with pytest.raises(UsageError, match="the loss has teacher='other', but the policy was attached with 'self'"):
+            policy.forward(bridge.samples(groups), bridge.LossConfig(name="distill", teacher="other"))
+        with pytest.raises(UsageError, match="teacher 'self' teaches nothing: no sample has teacher_prompt_token_ids"):
+            policy.forward(bridge.samples(groups))
+        divergence = policy.forward(bridge.samples(with_hints(groups))).metrics["divergence"]
+        assert divergence > 1e-3
+        jsd = policy.forward(bridge.samples(with_hints(groups)), attached.model_copy(update={"divergence": "jsd"}))
+        assert 0 < jsd.metrics["divergence"] < divergence
 
 
 # A teacher behind a URL
 
 
 @contextmanager
-def grading(model: PreTrainedModel, failures: Sequence[int] = ()) -> Iterator[tuple[str, list[Any]]]:
-    """Serve vLLM's completions with log-probabilities of the prompt; first answer with the statuses in `failures`."""
+def grading(
+    model: PreTrainedModel, failures: Sequence[int] = (), noise: float = 0.0
+) -> Iterator[tuple[str, list[Any]]]:
+    """Serve vLLM's completions with log-probabilities of the prompt, to which random numbers up to `noise` are added.
+
+    First answer with the statuses in `failures`.
+    """
     requests: list[Any] = []
     left = list(failures)
 
@@ -334,7 +387,8 @@ def grading(model: PreTrainedModel, failures: Sequence[int] = ()) -> Iterator[tu
                 self.answer(left.pop(0), {"error": {"message": "made up", "code": 500}})
                 return
             with torch.no_grad():
-                logprobs = model(torch.tensor([body["prompt"]])).logits[0].log_softmax(-1)
+                logits = model(torch.tensor([body["prompt"]])).logits[0]
+                logprobs = (logits + noise * torch.rand_like(logits)).log_softmax(-1)
             positions: list[Any] = [None]
             for of_next, token in zip(logprobs[:-1], body["prompt"][1:], strict=True):
                 known = {token, *of_next.topk(body["prompt_logprobs"]).indices.tolist()}
@@ -395,6 +449,103 @@ def test_a_server_that_fails_is_named(groups: list[Group], teacher: Path) -> Non
 def test_a_server_grades_only_at_temperature_1() -> None:
     with pytest.raises(UsageError, match=r"--temperature 0\.8: the teacher at http://nowhere grades tokens at"):
         learner_of(base(), loss="distill", teacher="http://nowhere")
+
+
+MODELS = http_server.as_json({"object": "list", "data": [{"id": "teacher", "object": "model", "max_model_len": 64}]})
+
+
+def answering(scores: http_server.Answer, tokens: http_server.Answer | None = None) -> http_server.Answers:
+    """Answer as a teacher's server, with these `scores` of completions and these `tokens` of a text."""
+    missing = http_server.as_json({"error": {"message": "no such route"}}, 404)
+
+    def answer(request: http_server.HttpRequest) -> http_server.Answer:
+        others = {"/v1/models": MODELS, "/tokenize": tokens or missing}
+        return others.get(request.path, scores)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("scores", "fault"),
+    [
+        ({"choices": []}, "sent an invalid response: choices: "),
+        ({"choices": [{"prompt_logprobs": None}]}, "invalid response: choices.0.prompt_logprobs: "),
+        ({"choices": [{"prompt_logprobs": [None, {"5": {"logprob": math.nan}}]}]}, "; are its weights NaN?"),
+        ({"choices": [{"prompt_logprobs": [None, {"five": {"logprob": -1.0}}]}]}, "invalid response: choices.0"),
+        ({"choices": [{"prompt_logprobs": [None]}]}, "scored 0 tokens of a completion of"),
+        ({"choices": [{"prompt_logprobs": [None] * 99}]}, " tokens of a completion of"),
+    ],
+    ids=["nothing", "no logprobs", "nan", "no id", "few", "many"],
+)
+def test_malformed_scores_of_a_server_are_one_line(groups: list[Group], scores: Any, fault: str) -> None:
+    with http_server.serving(answering(http_server.as_json(scores))) as server:
+        learner = learner_of(base(), loss="distill", teacher=server.url, temperature=1.0, max_retries=0)
+        with pytest.raises(UsageError, match=re.escape(fault)):
+            learner.take(groups)
+
+
+def test_server_that_answers_too_late_is_named(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "wait_s", lambda _: 0.0)
+
+    def late(request: http_server.HttpRequest) -> http_server.Answer:
+        if request.path != "/v1/models":
+            time.sleep(0.3)
+        return MODELS
+
+    with http_server.serving(late) as server:
+        choices: dict[str, Any] = {"request_timeout_s": 0.1, "max_retries": 1, "temperature": 1.0}
+        learner = learner_of(base(), loss="distill", teacher=server.url, **choices)
+        with pytest.raises(UsageError, match=r"does not grade completions: no answer within 0\.1 s"):
+            learner.take(groups)
+
+
+def test_a_server_grades_no_images(groups: list[Group]) -> None:
+    images = Images.of((Array(name="pixel_values", dtype="uint8", shape=(1,), content=b"1"),), starts=(0,), grids=())
+    seen = [replace(group, images=images) for group in groups]
+    with http_server.serving(answering(MODELS)) as server:
+        learner = learner_of(base(), loss="distill", teacher=server.url, temperature=1.0)
+        with pytest.raises(UsageError, match=r"the prompts have images, which the teacher at .* would not see"):
+            learner.take(seen)
+
+
+def checked_with(answers: http_server.Answers, folder: Path, **sampling: Any) -> None:
+    with http_server.serving(answers) as server:
+        loss = LossConfig(name="distill", teacher=f"{server.url}/v1")
+        teachers.check_server(str(folder), loss, SamplingConfig(**sampling))
+
+
+def test_server_is_checked_before_a_run(teacher: Path) -> None:
+    ids = skeleton.tokenizer(str(teacher))(teachers.PROBE, add_special_tokens=False)["input_ids"]
+    checked_with(answering(MODELS, http_server.as_json({"tokens": ids})), teacher)
+    checked_with(answering(MODELS), teacher)  # a proxy without the route
+    with pytest.raises(UsageError, match=f"has a different tokenizer: .* as {len(ids)} tokens, .* is 1 instead of"):
+        checked_with(answering(MODELS, http_server.as_json({"tokens": [1, *ids[1:]]})), teacher)
+    with pytest.raises(UsageError, match=r"as 2 tokens, expected .*; one of them stops earlier"):
+        checked_with(answering(MODELS, http_server.as_json({"tokens": ids[:2]})), teacher)
+    with pytest.raises(UsageError, match="does not grade completions: /v1/models sent an invalid response: data"):
+        checked_with(lambda _: http_server.as_json({"data": []}), teacher)
+    with pytest.raises(UsageError, match="rejected the request with status 401") as caught:
+        checked_with(http_server.locked(answering(MODELS), "secret"), teacher)
+    assert "VLLM_API_KEY" in caught.value.hint
+    with pytest.raises(UsageError, match=r"--temperature 0\.5"):
+        checked_with(answering(MODELS), teacher, temperature=0.5)
+
+
+def test_unreachable_server_ends_a_run_before_it_starts(teacher: Path) -> None:
+    with http_server.serving(answering(MODELS)) as server:
+        pass
+    with pytest.raises(UsageError, match=f"the teacher at {server.url} does not grade completions: ConnectError"):
+        teachers.check_server(str(teacher), LossConfig(name="distill", teacher=server.url), SamplingConfig())
+
+
+def test_ranks_that_share_a_pass_get_the_same_scores(groups: list[Group], teacher: Path) -> None:
+    """A server may answer the same request differently, for example in a batch of another size."""
+    frozen = wide(base(seed=3))
+    with grading(frozen, noise=0.1) as (url, requests):
+        choices = {"teacher": url, "teacher_top_k": 3, "temperature": 1.0}
+        one, other = on_ranks(2, learnt_by, groups, choices, cp_size=2, limit_s=LIMIT_S)
+    assert len(requests) == 16
+    assert same(one["weights"], other["weights"])
 
 
 @pytest.mark.parametrize(
