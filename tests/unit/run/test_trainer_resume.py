@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.rollouts.stream import EnvironmentStream
 from bridge.run import trainer
 from bridge.server.endpoint import Endpoint
-from bridge.types import Group, TrainedProblems
+from bridge.types import Group, Problem, TrainedProblems
 from bridge.weights.attach import attach
-from tests.unit.trainer_runs import STEPS, Endless, FakeEngine, Killed, Run, Running, once, runner, spoil
+from tests.models import tiny
+from tests.unit.trainer_runs import STEPS, Endless, FakeEngine, Killed, Letters, Run, Running, once, runner, spoil
 
 
 @pytest.fixture
@@ -105,6 +107,34 @@ def test_every_optimizer_resumes_as_if_uninterrupted(running: Running, choices: 
     with running(folder="killed") as resumed:
         spoil(attach(resumed.mode.server.manifest).model)
         resumed.go_on(**choices)
+        assert comparable(resumed.metrics) == comparable(straight.metrics)
+        for name, tensor in resumed.weights().items():
+            assert torch.equal(tensor, weights[name]), name
+
+
+class Hinted(Letters):
+    """The same problems, with a hint for the teacher."""
+
+    def __iter__(self) -> Iterator[Problem]:
+        for problem in super().__iter__():
+            yield {**problem, "hint": "7 7"}
+
+
+@pytest.mark.parametrize("teacher", ["self", "model"])
+def test_distillation_resumes_as_if_uninterrupted(running: Running, tmp_path: Path, teacher: str) -> None:
+    if teacher == "model":
+        teacher = str(tiny.write(tiny.llama(), tmp_path / "teacher", seed=3))
+    choices = {"training_steps": 4, "save_interval": 2, "loss": "distill", "teacher": teacher, "divergence": "jsd"}
+    with running(folder="straight") as straight:
+        straight.train(Hinted(), **choices)
+        weights = straight.weights()
+        assert all(row["divergence"] > 0 for row in straight.metrics)
+    with running(folder="killed") as run:
+        kill(run, 3)
+        run.stopped(Killed, Hinted(), **choices)
+    with running(folder="killed") as resumed:
+        spoil(attach(resumed.mode.server.manifest).model)
+        resumed.go_on(Hinted(), **choices)
         assert comparable(resumed.metrics) == comparable(straight.metrics)
         for name, tensor in resumed.weights().items():
             assert torch.equal(tensor, weights[name]), name
