@@ -105,9 +105,11 @@ def test_unchanged_weights_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPa
     ratios = log_ratios(monkeypatch)
     for loss, updates, passes in [("gspo", 1, 1), ("gspo", 1, 2), *((loss, 2, 2) for loss in LOSSES)]:
         ratios.clear()
+        of_teacher = {"teacher": "self", "divergence": "sampled"} if loss == "distill" else {}
         metrics = learnt(
-            loss=loss, compile_layers=True, updates_per_batch=updates, passes_per_batch=passes, micro_batch_tokens=150
-        )
+            loss=loss, compile_layers=True, updates_per_batch=updates, passes_per_batch=passes, micro_batch_tokens=150,
+            **of_teacher,
+        )  # fmt: skip
         assert metrics["updates"] == updates * passes
         assert len(ratios) == 4 * passes
         assert not any(log_ratios_N.any() for log_ratios_N in ratios), (loss, updates, passes)
@@ -116,14 +118,14 @@ def test_unchanged_weights_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPa
 
 def test_first_update_needs_no_extra_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ratios are 1 whatever the kernels do, since both sides are the same numbers."""
-    original, calls = PreparedModel.logprobs, [0]
+    original, calls = PreparedModel.scores, [0]
 
-    def noisy(*given: Any, **choices: Any) -> tuple[Tensor, Tensor]:
+    def noisy(*given: Any, **choices: Any) -> logprobs.Scores:
         calls[0] += 1
-        logprobs_N, entropies_N = original(*given, **choices)
-        return logprobs_N + torch.randn_like(logprobs_N), entropies_N
+        scores = original(*given, **choices)
+        return scores._replace(logprobs_NX=scores.logprobs_NX + torch.randn_like(scores.logprobs_NX))
 
-    monkeypatch.setattr(PreparedModel, "logprobs", noisy)
+    monkeypatch.setattr(PreparedModel, "scores", noisy)
     ratios = log_ratios(monkeypatch)
     learnt(loss="gspo", updates_per_batch=2, micro_batch_tokens=10_000)  # a budget that needs no probes
     assert calls == [3]
