@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +58,7 @@ class Tree:
     def take(self, side: Side, count: int, limit_s: float) -> None:
         """Let the run take `count` more steps, stop it, and keep all of them but the first."""
         first = len(self.run.lines)
-        self._send(signal.SIGCONT)
+        self.go_on()
         deadline = time.monotonic() + limit_s
         while len(self.run.lines) < first + count:
             if not self.child.is_alive() or time.monotonic() > deadline:
@@ -69,6 +70,10 @@ class Tree:
             took_s = self.run.stamps[number] - self.run.stamps[number - 1]
             self.steps.append({"step_s": took_s, **side.parts(self.run.lines[number])})
 
+    def go_on(self) -> None:
+        """Let all processes of the run continue."""
+        self._send(signal.SIGCONT)
+
     def _send(self, number: signal.Signals) -> None:
         process = psutil.Process(self.child.process.pid)
         for member in [process, *process.children(recursive=True)]:
@@ -76,7 +81,7 @@ class Tree:
 
 
 def main() -> None:
-    """Measure, write the results and print them."""
+    """Measure; write and print the results of all turns so far after each."""
     options = _options()
     side, work = Side("bridge", options.variant), Work(**{name: getattr(options, name) for name in ("share", "tokens")})
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
@@ -101,10 +106,17 @@ def main() -> None:
                 for tree in reversed(trees) if turns % 2 else trees:
                     tree.take(side, options.steps + 1, options.start_limit_s)
                 turns += 1
+                _report(trees, options)
         finally:
             for tree in trees:
+                with suppress(psutil.Error):
+                    tree.go_on()  # a stopped resource tracker would not end when its users do
                 children.kill(tree.child)
                 children.stop(tree.child)
+
+
+def _report(trees: Sequence[Tree], options: argparse.Namespace) -> None:
+    """Write and print the results of all turns so far."""
     results = _compared(trees, options.steps)
     path = _results.write("two_trees", {"size": options.size, "variant": options.variant, **results}, options.out)
     rows = [["", "old", "new", "old/new"]]
