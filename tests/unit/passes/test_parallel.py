@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, cut_layers, layers, logprobs, parallel, recurrence
 from bridge.passes.cut_layers import VocabularyPart
-from bridge.passes.logprobs import LogitTransform, token_logprobs
+from bridge.passes.divergence import Divergence
+from bridge.passes.logprobs import LogitTransform, Prediction, Teacher, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
@@ -312,6 +314,39 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
 )
 def test_tensor_parallel_head_matches_the_full_head(cap: float | None, filters: bool, compiles: bool) -> None:
     for pairs in on_ranks(2, with_a_cut_head, cap, filters, compiles, limit_s=LIMIT_S):
+        for actual, expected in pairs:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def with_a_teacher(ranks: Ranks, num_words: int, is_cut: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return divergences and gradients of a head in parts, and those of the full head, from the same teacher."""
+    logprobs.BLOCK_ELEMENTS["cpu"], logprobs.BLOCK_WORDS = 500, 32
+    torch.manual_seed(0)
+    leaves = [torch.randn(20, 16), torch.randn(301, 16), torch.randn(301)]
+    hidden_NG, head_VG = torch.randn(20, 24) / 2, torch.randn(num_words, 24) / 2
+    targets, start = torch.randint(301, (20,)), 160 * ranks.rank
+    assert dist.group.WORLD is not None
+    words, own = VocabularyPart(start, dist.group.WORLD.group_name), slice(start, min(start + 160, 301))
+    by = LogitTransform(temperature=0.7)
+    whole = Prediction(hidden_NG=hidden_NG, head_VG=head_VG, bias_V=None, by=by)
+    part = replace(whole, head_VG=head_VG[own], words=words)  # as if the policy taught itself
+    pairs = []
+    for given, rows, prediction in ((words, own, part if is_cut else whole), (None, slice(None), whole)):
+        mine = [leaf[rows] if index else leaf for index, leaf in enumerate(leaves)]
+        mine = [leaf.clone().requires_grad_() for leaf in mine]
+        teacher = Teacher(Divergence(kind="jsd", beta=0.3), prediction)
+        scores = token_logprobs(mine[0], mine[1], mine[2], targets, by, False, None, given, teacher=teacher)
+        assert scores.divergences_N is not None
+        (scores.logprobs_NX + scores.divergences_N * torch.linspace(2, -1, 20)).sum().backward()
+        pairs.append([scores.divergences_N.detach(), *(leaf.grad for leaf in mine if leaf.grad is not None)])
+    pairs[1][2:] = [gradient[own] for gradient in pairs[1][2:]]
+    return list(zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize(("num_words", "is_cut"), [(301, True), (301, False), (330, False), (250, False), (100, False)])
+def test_divergences_of_a_tensor_parallel_head_match_the_full_head(num_words: int, is_cut: bool) -> None:
+    """A teacher with fewer words than the first part has leaves the second part without a divergence."""
+    for pairs in on_ranks(2, with_a_teacher, num_words, is_cut, limit_s=LIMIT_S):
         for actual, expected in pairs:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
