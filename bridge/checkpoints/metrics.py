@@ -26,6 +26,8 @@ RECORDED = (
 """Keys of every line of `metrics.jsonl`, in order."""
 OF_A_LOSS = ("clipped_low_share", "clipped_high_share")
 """Metrics of Bridge's losses that a custom loss may also return."""
+NOT_OF_EVERY_LOSS = (*OF_A_LOSS, "divergence", "margin", "preference_accuracy")
+"""Metrics that only some losses measure."""
 
 
 class StepMetrics(dict[str, Any]):
@@ -139,7 +141,7 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, 
 def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
     """Parse `stop_at`, a condition on one metric, where `eval_` marks metrics of evaluations; None: never stop.
 
-    `of_loss` are the metrics that a custom loss returns.
+    `of_loss` are the metrics that the run's loss has.
 
     Raises:
         UsageError: `stop_at` is not a condition, or its metric does not exist.
@@ -153,7 +155,7 @@ def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
             hint="--stop-at 'eval_reward_mean>=0.9', in quotes",
         )
     plain = [metric for metric in METRICS.values() if metric.items is None]
-    of_steps = {metric.name for metric in plain if metric.name not in OF_EVALUATIONS} | {*of_loss}
+    of_steps = {metric.name for metric in plain} - {*OF_EVALUATIONS, *NOT_OF_EVERY_LOSS} | {*of_loss}
     known = [*of_steps, *(f"eval_{metric.name}" for metric in plain if metric.held_out)]
     name, comparison, bound = condition.groups()
     if name not in known:
@@ -161,6 +163,11 @@ def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
         hint = "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it"
         if near:
             hint = f"did you mean {near[0]}?"
+        if name in NOT_OF_EVERY_LOSS:
+            raise UsageError(
+                f"--stop-at: the loss of this run does not measure {name}",
+                hint="--teacher MODEL measures divergence, --loss dpo margin and preference_accuracy",
+            )
         raise UsageError(f"--stop-at: there is no metric {name!r}", hint=hint)
     of_evaluation = name not in of_steps
     field = name.removeprefix("eval_") if of_evaluation else name

@@ -168,7 +168,7 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     @property
     def has_remote_teacher(self) -> bool:
         """Whether the teacher is a server."""
-        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+        return self.teacher is not None and self.teacher.lower().startswith(("http://", "https://"))
 
     @property
     def exact_divergence(self) -> Literal["reverse_kl", "forward_kl", "jsd"] | None:
@@ -199,7 +199,7 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
                     hint="--teacher MODEL, --teacher self with hints in the problems, or --teacher http://HOST:PORT",
                 )
             return
-        if self.name != "distill" and self.teacher_weight is None:
+        if self.name != "distill" and self.teacher_weight is None and not self.takes_rows:
             raise UsageError(
                 f"--teacher {self.teacher} would not be used: --loss {self.name} has no weight for it",
                 hint="--teacher-weight 1, or --loss distill for the divergence from the teacher alone",

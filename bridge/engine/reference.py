@@ -81,7 +81,10 @@ def check(model: str, loss: LossConfig) -> None:
 
 
 def _check(model: str, named: str, other: str) -> None:
-    config_of_other = skeleton.build(other, torch.bfloat16).config
+    try:
+        config_of_other = skeleton.build(other, torch.bfloat16).config
+    except UsageError as error:
+        raise UsageError(f"{named} {other}: {error.message}", hint=error.hint) from error
     loaded.refuse_several_parts(other, config_of_other)
     ours = skeleton.tokenizer(model).get_vocab()
     theirs = skeleton.tokenizer(other).get_vocab()

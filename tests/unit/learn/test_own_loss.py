@@ -268,6 +268,9 @@ def test_stop_at_may_use_a_metric_of_the_loss() -> None:
     goal = metrics.goal_of("ratio>=2", ["ratio"])
     assert [goal(metrics.StepMetrics(ratio=value)) for value in (1.0, 2.0)] == [False, True]
     assert not goal(metrics.Evaluation(ratio=2.0))
+    with pytest.raises(UsageError, match="--stop-at: the loss of this run does not measure divergence"):
+        metrics.goal_of("divergence<=0.1", ["kl"])
+    assert metrics.goal_of("divergence<=0.1", ["kl", "divergence"])(metrics.StepMetrics(divergence=0.0))
     metrics.check_names(["clipped_low_share", "ratio"], "x.py:f")
     with pytest.raises(UsageError):
         metrics.check_names(["kl"], "x.py:f")

@@ -32,6 +32,7 @@ from bridge.weights import skeleton
 from tests.models import tiny
 from tests.unit import http_server, toy_server
 from tests.unit.engine.test_policy import FenceClient
+from tests.unit.engine.test_reference import filled
 from tests.unit.passes.test_divergence import exact
 from tests.unit.run.test_learner import (
     CLOSE,
@@ -187,6 +188,25 @@ def test_hint_reaches_another_model(groups: list[Group], teacher: Path) -> None:
     actual, _ = distilled(model, taught, teacher=str(teacher), divergence="forward_kl")
     assert distance(actual, expected) < CLOSE
     assert distance(actual, without) > FAR
+
+
+@pytest.mark.parametrize("name", ["the base by another path", "self"])
+def test_adapter_learns_from_its_own_base_or_from_a_hint(groups: list[Group], tmp_path: Path, name: str) -> None:
+    folder = tiny.write(tiny.llama(), tmp_path / "model")
+    (tmp_path / "link").symlink_to(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    filled(model)
+    is_self = name == "self"
+    taught = with_hints(groups) if is_self else groups
+    expected, _ = naive_gradient(model, taught, model if is_self else loaded(folder), "jsd")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    learner = prepared(
+        model, taught, lr_factors=dict.fromkeys(trained, 1.0), model_name=str(folder), mode="lora_only",
+        loss="distill", teacher="self" if is_self else str(tmp_path / "link"), divergence="jsd",
+    )  # fmt: skip
+    assert isinstance(learner.trainable.teacher, teachers.Teacher)
+    assert learner.trainable.teacher.frozen.prepared is learner.trainable.prepared  # no second model is loaded
+    assert distance(gradient(model), {name: expected[name] for name in trained}) < CLOSE
 
 
 def test_teacher_beside_rewards_adds_its_weighted_gradient(groups: list[Group], teacher: Path) -> None:
