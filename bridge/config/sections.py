@@ -181,8 +181,8 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
 
     @property
     def uses_advantages(self) -> bool:
-        """Whether the loss depends on advantages: those of rewards, or of sampled tokens under a teacher."""
-        return self.name != "distill" or self.exact_divergence is None
+        """Whether the loss depends on advantages: those of rewards, or of sampled tokens under a frozen model."""
+        return self.name != "distill" or self.exact_divergence is None or self.kl_in_reward
 
     def check_teacher(self) -> None:
         """Raise UsageError if the choices of the teacher do not fit together."""
@@ -221,6 +221,13 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
             raise UsageError(
                 f"--teacher-top-k {self.teacher_top_k} has no effect with --divergence sampled",
                 hint="--divergence forward_kl, or leave --teacher-top-k out",
+            )
+        unused = next((key for key in ("clip_low", "clip_high", "ratio_level") if getattr(self, key) is not None), None)
+        if unused is not None and not self.uses_advantages:
+            raise UsageError(
+                f"{flag(unused)} {getattr(self, unused)} has no effect with --divergence {self.exact_divergence}, which"
+                " has no probability ratios",
+                hint="--divergence sampled, or leave it out",
             )
         if self.offload_teacher and (self.has_remote_teacher or self.teacher == OWN_WEIGHTS):
             raise UsageError(

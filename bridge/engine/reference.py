@@ -63,8 +63,13 @@ class Reference:
             return self.prepared.prediction(self._own(micro_batch), temperature, like)
 
     def _own(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return the batch with what this model computes with; it reads tokens that it lacks as its first one."""
         experts_TX = micro_batch.experts_TX if self.takes_experts else None
-        return replace(micro_batch, kept=None, several=None, experts_TX=experts_TX)
+        tokens_T = micro_batch.tokens_T
+        if self.prepared.parallel is None:
+            num_known = len(self.prepared.model.get_input_embeddings().weight)
+            tokens_T = tokens_T.masked_fill(tokens_T >= num_known, 0)
+        return replace(micro_batch, tokens_T=tokens_T, kept=None, several=None, experts_TX=experts_TX)
 
 
 def check(model: str, loss: LossConfig) -> None:

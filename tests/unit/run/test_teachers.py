@@ -209,6 +209,18 @@ def test_adapter_learns_from_its_own_base_or_from_a_hint(groups: list[Group], tm
     assert distance(gradient(model), {name: expected[name] for name in trained}) < CLOSE
 
 
+@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
+def test_tokens_that_the_teacher_lacks_are_trained_on(groups: list[Group], tmp_path: Path, divergence: str) -> None:
+    """A policy whose head is padded to more rows may sample a token of the padding."""
+    teacher = tiny.write(tiny.llama(tiny.VOCABULARY // 2), tmp_path / "teacher", seed=3)
+    learner = prepared(base(), groups, loss="distill", teacher=str(teacher), divergence=divergence)
+    learner.write()
+    learnt = learner.learnt()
+    assert math.isfinite(learnt["loss"])
+    assert learnt["updates"] == 1
+    assert learnt["divergence"] > 0
+
+
 def test_teacher_beside_rewards_adds_its_weighted_gradient(groups: list[Group], teacher: Path) -> None:
     alone, both = base(), base()
     prepared(alone, groups, mismatch="none")
@@ -578,6 +590,7 @@ def test_ranks_that_share_a_pass_get_the_same_scores(groups: list[Group], teache
         ({"offload_teacher": True}, "--offload-teacher has no effect without --teacher"),
         ({"loss": "distill", "teacher": "self", "offload_teacher": True}, "--offload-teacher has no effect: --teacher"),
         ({"loss": "distill", "teacher": "t", "teacher_top_k": 5}, "--teacher-top-k 5 has no effect: --teacher t is"),
+        ({"loss": "distill", "teacher": "t", "clip_high": 0.3}, "--clip-high 0.3 has no effect with --divergence"),
         ({"loss": "distill", "teacher": "t", "jsd_beta": 0.1}, "--jsd-beta has no effect with --divergence"),
         ({"loss": "distill", "teacher": "http://t", "divergence": "jsd"}, "--divergence jsd: a server does not give"),
         (

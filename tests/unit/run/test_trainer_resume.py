@@ -124,7 +124,13 @@ class Hinted(Letters):
 def test_distillation_resumes_as_if_uninterrupted(running: Running, tmp_path: Path, teacher: str) -> None:
     if teacher == "model":
         teacher = str(tiny.write(tiny.llama(), tmp_path / "teacher", seed=3))
-    choices = {"training_steps": 4, "save_interval": 2, "loss": "distill", "teacher": teacher, "divergence": "jsd"}
+    choices: dict[str, Any] = {
+        "training_steps": 4,
+        "save_interval": 2,
+        "loss": "distill",
+        "teacher": teacher,
+        "divergence": "jsd",
+    }
     with running(folder="straight") as straight:
         straight.train(Hinted(), **choices)
         weights = straight.weights()
