@@ -35,7 +35,7 @@ from typing import NamedTuple, Self
 
 from bridge.config import OWN_WEIGHTS, ComputeConfig, LoraConfig, OptimizerConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES, BytesPerParameter
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, UsageError
 from bridge.planning.model_size import Dimensions, ModelSize
 
 GIB = 2**30
@@ -112,7 +112,7 @@ class Need:
         weights = _weights(
             size, config.mode, config.lora, num_ranks, has_reference=config.loss.reference_model is not None
         )
-        teacher = _teacher(config, size)
+        teacher = _teacher(config)
         num_sequences = slices * config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas
         tokens = _tokens(num_sequences, config.sampling, optimizer, config.compute, slices)
         state = _optimizer_state(
@@ -207,10 +207,11 @@ class _Teacher(NamedTuple):
     on_host: float = 0
 
 
-def _teacher(config: TrainConfig, student: ModelSize) -> _Teacher:
-    """Return the weights of a teacher that is loaded beside the trained model, the `student`.
+def _teacher(config: TrainConfig) -> _Teacher:
+    """Return the weights of a teacher that is loaded beside the trained model.
 
-    A teacher whose files cannot be read is counted like the student: opening the run reports what is wrong with it.
+    Raises:
+        UsageError: its files cannot be read.
     """
     loss = config.loss
     same_model = loss.teacher is not None and Path(loss.teacher).resolve() == Path(config.model_name).resolve()
@@ -219,8 +220,8 @@ def _teacher(config: TrainConfig, student: ModelSize) -> _Teacher:
         return _Teacher()
     try:
         size = ModelSize.of(str(loss.teacher))
-    except BridgeError:
-        size = student
+    except BridgeError as error:
+        raise UsageError(f"--teacher {loss.teacher}: {error.message}", hint=error.hint) from error
     whole = BF16_BYTES * (size.num_params + size.num_untrained)
     if not loss.offload_teacher:
         return _Teacher(on_device=whole)

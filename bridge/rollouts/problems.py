@@ -134,6 +134,26 @@ def hinted(problem: Problem) -> Problem:
     return cast("Problem", {**problem, "prompt": messages})
 
 
+def with_hint(prompt: tuple[int, ...], plain: tuple[int, ...], hinted: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a sampled `prompt` as a teacher sees it, given the problem's own prompt without and with its hint.
+
+    Tools may have added text to the end of the problem's prompt. If that text differs between completions, `prompt` is
+    what all of their prompts begin with. Then the hint's tokens are inserted where the problem's own prompt has them.
+    """
+    if prompt == plain or not prompt:
+        return hinted if prompt else ()
+    begin = _num_common(plain, hinted)
+    num_after = _num_common(plain[begin:][::-1], hinted[begin:][::-1])
+    place = _num_common(prompt, plain[:begin])
+    return prompt[:place] + hinted[begin : len(hinted) - num_after] + prompt[place:]
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
 def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text that the model continues.
 

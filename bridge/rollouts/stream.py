@@ -274,10 +274,11 @@ class EnvironmentStream:
         **params: float,
     ) -> Group:
         """Sample and score a group. `failures` counts completions without a reward; None: the next step's failures."""
-        taught: tuple[int, ...] = ()
+        plain: tuple[int, ...] = ()
+        hinted: tuple[int, ...] = ()
         try:
             if self._has_teacher and number is not None and "hint" in problem:
-                taught = self._group_sampler.check_prompt(problems.hinted(problem))
+                plain, hinted = map(self._group_sampler.check_prompt, (problem, problems.hinted(problem)))
         except RewardError as error:
             sampled = without_completions(problem, num_samples, error)
         else:
@@ -288,6 +289,7 @@ class EnvironmentStream:
         results = [checked(problem, completion, result) for completion, result in pairs]
         self._unusable.count(results)
         (failures or self._failures).add(results)
+        taught = problems.with_hint(sampled.prompt, plain, hinted) if hinted else ()
         return scored_group(number, problem, sampled._replace(results=results, taught=taught))
 
     def _skip(self, count: int) -> None:

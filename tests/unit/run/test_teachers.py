@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import bridge
 from bridge.agents.rehearsal import rehearse
+from bridge.agents.trajectories import as_chat
 from bridge.config import LossConfig, SamplingConfig, TaskConfig, TrainConfig
 from bridge.core.logs import warn_once
 from bridge.engine import teacher as teachers
 from bridge.errors import RewardError, UsageError
 from bridge.modes import shared_vllm
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts.problems import hinted
+from bridge.rollouts.problems import encode, hinted, with_hint
 from bridge.types import Array, Completion, Group, Images
 from bridge.weights import skeleton
-from tests.models import tiny
+from tests.models import chat, tiny
 from tests.unit import http_server, toy_server
 from tests.unit.engine.test_policy import FenceClient
 from tests.unit.engine.test_reference import filled
@@ -345,6 +347,19 @@ def test_hint_follows_the_users_last_message(prompt: Any, expected: Any) -> None
     before = copy.deepcopy(problem)
     assert hinted(problem) == {**problem, "prompt": expected}
     assert problem == before
+
+
+@pytest.mark.parametrize("begun", [[""], ["Board: 1 2"], ["Board: 1 2", "Board: 3"]], ids=["", "same", "different"])
+def test_teacher_sees_the_hint_and_what_tools_add_to_the_prompt(tmp_path: Path, begun: list[str]) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    problem: Any = {"prompt": "2 + 2?", "hint": "4"}
+    plain, hint = (encode(tokenizer, as_chat(one)) for one in (problem, hinted(problem)))
+    prompts = [encode(tokenizer, as_chat(problem, text)) for text in begun]
+    shared = tuple(commonprefix(prompts))  # noqa: RUF071  it works for any sequences
+    taught = with_hint(shared, plain, hint)
+    for text, prompt in zip(begun, prompts, strict=True):
+        assert taught + prompt[len(shared) :] == encode(tokenizer, as_chat(hinted(problem), text))
+    assert with_hint((), plain, hint) == ()
 
 
 def test_hint_without_a_message_of_the_user_is_refused() -> None:
