@@ -143,7 +143,8 @@ def _of_rows(config: TaskConfig, known: Format, instructed: Callable[[Problem], 
         if compared and (lack := environment_checks.answer_fault(made)):
             found = "" if has_answer else f", found {shortened(', '.join(dataset.columns_in(values)), 200)}"
             raise dataset.BadRowError(
-                f"{lack}, but the reward {compared} compares with the column {config.answer_column!r}{found}"
+                f"{lack}, but the reward {compared} compares with the column {config.answer_column!r}{found} (--reward"
+                " none compares nothing)"
             )
         return instructed(made)
 
