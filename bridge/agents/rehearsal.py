@@ -22,7 +22,7 @@ from bridge.core.foreign_code import described
 from bridge.errors import RejectedRequestError, RewardError, UsageError
 from bridge.rollouts import chat_template
 from bridge.rollouts.groups import GroupSampler
-from bridge.rollouts.problems import hinted
+from bridge.rollouts.problems import has_hint, hinted
 from bridge.rollouts.sampler import Sampler, fitting
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.scoring.score import FailedScore
@@ -118,7 +118,7 @@ def _check_hints(sample: Sequence[tuple[str, Problem]], teacher: str, task: Task
 
     RewardError: a teacher cannot be shown one of the hints.
     """
-    with_hints = [(place, problem) for place, problem in sample if "hint" in problem]
+    with_hints = [(place, problem) for place, problem in sample if has_hint(problem)]
     if not with_hints and teacher == OWN_WEIGHTS:
         raise UsageError(
             f"--teacher {OWN_WEIGHTS}: no problem has a hint, without which the teacher predicts what the policy does",

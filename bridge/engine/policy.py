@@ -570,14 +570,14 @@ class Policy:
         """Return each problem's prompt as the teacher sees it; empty for those without a hint, or without a teacher."""
         if self.config.loss.teacher is None:
             return [()] * len(whole)
-        with_ids = next((one for one in whole if "hint" in one and "prompt_token_ids" in one), None)
+        with_ids = next((one for one in whole if problems.has_hint(one) and "prompt_token_ids" in one), None)
         if with_ids is not None:
             raise UsageError(
                 f"a problem has a hint, {described(with_ids['hint'])}, and its prompt as token ids, which no text can"
                 " follow",
                 hint="give the prompt as text or messages, or set teacher_prompt_token_ids of the samples",
             )
-        return [encoder.encode(problems.hinted(one)).prompt if "hint" in one else () for one in whole]
+        return [encoder.encode(problems.hinted(one)).prompt if problems.has_hint(one) else () for one in whole]
 
     def _remark(self, problems: Sequence[Problem], template: Mapping[str, Any]) -> None:
         """Log what a run logs at its start about chat messages, for the first call that samples some."""

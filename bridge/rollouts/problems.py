@@ -104,6 +104,12 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], g
     return ids
 
 
+def has_hint(problem: Problem) -> bool:
+    """Return whether a problem has a hint; in a data set's column, null or an empty text stands for none."""
+    hint: Any = problem.get("hint")
+    return hint is not None and hint != ""
+
+
 def hinted(problem: Problem) -> Problem:
     """Return a problem as a teacher sees it: with its hint after the text, or after the user's last message.
 
@@ -112,7 +118,7 @@ def hinted(problem: Problem) -> Problem:
     """
     hint: Any = problem["hint"]
     prompt: Any = problem["prompt"]
-    if not isinstance(hint, str) or not hint:
+    if not isinstance(hint, str):
         raise RewardError(
             f"the hint {described(hint)} is not text that a teacher could read", hint="give problems a text as hint"
         )

@@ -277,7 +277,7 @@ class EnvironmentStream:
         plain: tuple[int, ...] = ()
         hinted: tuple[int, ...] = ()
         try:
-            if self._has_teacher and number is not None and "hint" in problem:
+            if self._has_teacher and number is not None and problems.has_hint(problem):
                 plain, hinted = map(self._group_sampler.check_prompt, (problem, problems.hinted(problem)))
         except RewardError as error:
             sampled = without_completions(problem, num_samples, error)

@@ -319,7 +319,7 @@ class Rows:
 
 def test_problems_without_hints_are_refused_before_a_server_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--teacher self: no problem has a hint"):
-        rehearsed(tmp_path, [{"prompt": "1 2"}], "self")
+        rehearsed(tmp_path, [{"prompt": "1 2"}, {"prompt": "3", "hint": None}, {"prompt": "4", "hint": ""}], "self")
     rehearsed(tmp_path, [{"prompt": "1 2", "hint": "3"}], "self")
     with pytest.raises(RewardError, match="the hint 7 is not text"):
         rehearsed(tmp_path, [{"prompt": "1 2", "hint": 7}], "other")
