@@ -243,14 +243,17 @@ def test_equal_rewards_are_trained_on(groups: list[Group], teacher: Path) -> Non
     assert distance(actual, expected) == 0
 
 
-def test_sampled_advantages_stay_those_of_the_first_pass(groups: list[Group], teacher: Path) -> None:
-    """The second pass over a batch has other ratios, but the same advantages."""
+@pytest.mark.parametrize("is_self", [False, True], ids=["model", "self"])
+def test_sampled_advantages_stay_those_of_the_first_pass(groups: list[Group], teacher: Path, is_self: bool) -> None:
+    """The second pass over a batch has other ratios, but the same advantages, also if the teacher has changed."""
     model = base()
-    frozen = loaded(teacher)
+    frozen = wide(base()) if is_self else loaded(teacher)
+    groups = with_hints(groups) if is_self else groups
     first, _ = naive_gradient(model, groups, frozen, "sampled")
     before = weights(model)
     updated(
-        model, groups, make_optimizer=Descent, lr=SMALL, loss="distill", teacher=str(teacher), divergence="sampled",
+        model, groups, make_optimizer=Descent, lr=SMALL, loss="distill", divergence="sampled",
+        teacher="self" if is_self else str(teacher),
         mismatch="none", passes_per_batch=2, clip_high=100.0, clip_low=0.99,
     )  # fmt: skip
     once = {name: before[name] - SMALL * first[name].float() for name in before}
@@ -261,9 +264,10 @@ def test_sampled_advantages_stay_those_of_the_first_pass(groups: list[Group], te
     for group in groups:
         for completion in group.completions:
             columns = torch.tensor(completion.token_ids).unsqueeze(1)
+            prompt = group.prompt_token_ids
             own_T, old_T, taught_T = (
-                distribution(one, group.prompt_token_ids, completion, words=400).gather(1, columns)[:, 0]
-                for one in (policy, old, frozen)
+                distribution(one, seen, completion, words=400).gather(1, columns)[:, 0]
+                for one, seen in ((policy, prompt), (old, prompt), (frozen, group.teacher_prompt_token_ids or prompt))
             )
             gaps_T = (old_T - taught_T).detach()
             terms.append(((own_T - old_T.detach()).exp() * gaps_T).sum() / 52)
