@@ -86,7 +86,9 @@ def test_view_shows_progress_metrics_and_a_sample() -> None:
 def test_view_of_given_completions_has_the_loss_and_no_sample() -> None:
     view = live.View(terminal(), 9)
     for number in range(1, 5):
-        row = step(number, objective="dpo", reward_mean=math.nan, loss=0.69 - 0.01 * number, margin=0.25)
+        row = step(
+            number, objective="dpo", reward_mean=math.nan, divergence=None, loss=0.69 - 0.01 * number, margin=0.25
+        )
         view.step(row, [replace(group(), rewards=())])
     text = "\n".join(shown(view))
     for part in ("step 4/9", "Loss", "0.65", "Preference margin", "0.25"):

@@ -355,7 +355,7 @@ def test_sample_parameters_override_the_policys(llama: LiveServer) -> None:
             "prompt_logprobs is 1, expected True or False": {"prompt_logprobs": 1},
             "has no parameter 'max_tokns'": {"max_tokns": 3},
             "temperature is 0.005: expected 0, or greater than or equal to 0.01": {"temperature": 0.005},
-            "n is 0: expected 1, or greater than or equal to 2": {"n": 0},
+            "n is 0: input should be greater than or equal to 1": {"n": 0},
         }  # fmt: skip
         for words, parameters in wrong.items():
             with pytest.raises(UsageError, match=words):
