@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from bridge.config.choices import Config, flag
 from bridge.config.optimizers import OPTIMIZERS
-from bridge.config.sections import POLICY_LOSSES, ROW_LOSSES
+from bridge.config.sections import ROW_LOSSES
 from bridge.errors import UsageError
 
 
@@ -322,7 +322,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         is_("group_size", 1),
-        is_("loss", *POLICY_LOSSES),
+        is_not("loss", "distill", *ROW_LOSSES),
         "{first} cannot be combined with {second}, which compares the rewards of a prompt's completions",
         "--group-size 2 or more; --loss distill trains on single completions",
     ),

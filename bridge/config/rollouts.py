@@ -218,4 +218,6 @@ class FeedConfig(Config):
                     f"{flag(key)} {self.get(key):g} cannot be trained on: the Atropos API has no field for the"
                     " part of the vocabulary that is kept; leave it out"
                 )
+        if self.sampling.group_size == 1:
+            raise ValueError("--group-size 1: rewards are compared within a group, take at least 2")
         return self

@@ -231,7 +231,7 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
             )
         if self.offload_teacher and (self.has_remote_teacher or self.teacher == OWN_WEIGHTS):
             raise UsageError(
-                f"--offload-teacher has no effect: --teacher {self.teacher} has no weights of its own here",
+                f"--offload-teacher has no effect: --teacher {self.teacher} loads no second model",
                 hint="leave it out",
             )
 

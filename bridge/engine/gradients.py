@@ -149,14 +149,14 @@ class Gradients:
             self._keep(batch, logprobs_NX.detach(), entropies_N.detach())
             loss = _one_number(self._loss(logprobs_NX, batch), needs_gradient=needs_gradient)
         else:
-            scores = self._trainable.scores(batch, self._spec)
+            inputs = self._trainable.loss_inputs(batch, self._spec)
             batch = replace(batch, several=None)  # a teacher's server added targets to the sampled tokens
-            self._keep(batch, scores.logprobs_N.detach(), scores.entropies_N.detach())
+            self._keep(batch, inputs.logprobs_N.detach(), inputs.entropies_N.detach())
             reference_N = self._trainable.reference_logprobs(batch) if self._spec.needs_reference else None
-            old_N = self._old_logprobs(batch, scores.logprobs_N)
+            old_N = self._old_logprobs(batch, inputs.logprobs_N)
             loss, sums = policy_loss(
-                scores.logprobs_N, old_N, batch, self._spec, reference_N,
-                scores.entropies_N, scores.divergences_N, scores.teacher_logprobs_N,
+                inputs.logprobs_N, old_N, batch, self._spec, reference_N,
+                inputs.entropies_N, inputs.divergences_N, inputs.teacher_logprobs_N,
             )  # fmt: skip
             for name, pair in sums.items():
                 self._sums[name] += pair

@@ -47,7 +47,7 @@ CHECK_LIMIT_S = 60.0
 MOST_REQUESTS = 64
 """Requests to a teacher's server at the same time."""
 LEAST_LOGPROB = -60.0
-"""Least log-probability of a target: the probabilities of less likely ones would be 0 in float32."""
+"""Least log-probability of a target: its probability is a float32, which is 0 below a log-probability of -104."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def open_teacher(
     frozen = reference.loaded_beside(
         name, compute, prepared, device,
         max_model_len=max_model_len, ranks=ranks,
-        hint="lower --gpu-memory-utilization, or --offload-teacher",
+        hint=f"lower --gpu-memory-utilization{'' if loss.offload_teacher else ', or --offload-teacher'}",
     )  # fmt: skip
     if loss.offload_teacher:
         frozen = replace(frozen, frozen=Offloaded(frozen.prepared.model, device).on_device)
@@ -302,7 +302,7 @@ class RemoteTeacher:
                         hint=f"check that it runs, with --max-logprobs {max(20, self._top_k)} or more, and a"
                         " --max-model-len for the longest prompt with its completion",
                     ) from error
-                info_once(logger, f"the teacher at {self._url} failed, and is asked again: {reason}")
+                info_once(logger, f"the teacher at {self._url} failed, retrying: {reason}")
                 requested_s: float = getattr(error, "retry_after_s", 0.0)
             await asyncio.sleep(requested_s + wait_s(num_failed))
         raise AssertionError("unreachable")

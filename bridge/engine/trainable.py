@@ -40,7 +40,7 @@ from bridge.types import Result
 Pass = TypeVar("Pass")
 
 
-class Scores(NamedTuple):
+class LossInputs(NamedTuple):
     """What a built-in loss reads of a micro-batch, in nats; only what comes from the policy has a gradient."""
 
     logprobs_N: Tensor
@@ -111,7 +111,7 @@ class Trainable:
         """Return samples with what a teacher's server knows of them; with another teacher, the samples themselves.
 
         All ranks must call this: those that share a pass get the answers of one of them, since a server may round
-        differently when it is asked again.
+        differently the next time.
 
         Raises:
             UsageError: the server does not answer.
@@ -129,27 +129,27 @@ class Trainable:
         """Whether the teacher is the policy itself, which teaches nothing unless it `has_hints`."""
         return isinstance(self.teacher, Teacher) and self.teacher.is_policy and not has_hints
 
-    def scores(self, batch: MicroBatch, spec: LossSpec, teacher_logprobs_N: Tensor | None = None) -> Scores:
+    def loss_inputs(self, batch: MicroBatch, spec: LossSpec, teacher_logprobs_N: Tensor | None = None) -> LossInputs:
         """Compute what a built-in loss reads; `teacher_logprobs_N` if they are known from an earlier pass."""
         temperature = self.sampling.temperature
         teacher = self.teacher if spec.teacher_weight > 0 else None
         compared = None
         if isinstance(teacher, Teacher):
             if spec.divergence is not None:
-                compared = logprobs.Teacher(spec.divergence, teacher.prediction(batch, temperature))
+                compared = logprobs.Comparison(spec.divergence, teacher.prediction(batch, temperature))
             elif teacher_logprobs_N is None:
                 teacher_logprobs_N = teacher.logprobs(batch, temperature)
         scores = self.prepared.scores(
             batch, temperature, differentiates_entropies=spec.entropy_coef > 0, teacher=compared
         )
         if batch.several is None:
-            return Scores(*scores, teacher_logprobs_N)
+            return LossInputs(*scores, teacher_logprobs_N)
         # A server graded the samples: the sampled token comes first, then the teacher's likeliest ones.
         known_NK = batch.several.weights_NK.log()
         divergences_N = None
         if spec.divergence is not None:
             divergences_N = spec.divergence.of_listed(scores.logprobs_NX[:, 1:], known_NK[:, 1:])
-        return Scores(scores.logprobs_NX[:, 0], scores.entropies_N, divergences_N, known_NK[:, 0])
+        return LossInputs(scores.logprobs_NX[:, 0], scores.entropies_N, divergences_N, known_NK[:, 0])
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the reference's log-probabilities of the sampled tokens, without gradient: [N] float32."""

@@ -100,7 +100,7 @@ class Prediction:
         return len(self.head_VG) + (0 if self.words is None else self.words.start)
 
 
-class Teacher(NamedTuple):
+class Comparison(NamedTuple):
     """A frozen model's prediction at each row, and the divergence of the policy from it."""
 
     divergence: Divergence
@@ -136,7 +136,7 @@ def token_logprobs(
     words: VocabularyPart | None = None,
     *,
     differentiates_entropies: bool = False,
-    teacher: Teacher | None = None,
+    teacher: Comparison | None = None,
 ) -> Scores:
     """Return float32 log-probabilities of `targets_NX`, the entropies and the divergences from a teacher, in nats.
 
@@ -220,7 +220,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: Kept | None,
         words: VocabularyPart | None,
         differentiates_entropies: bool,
-        teacher: Teacher | None,
+        teacher: Comparison | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         first_word = 0 if words is None else words.start
         num_common = len(head_VH)
@@ -256,7 +256,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if not differentiates_entropies:
             ctx.mark_non_differentiable(entropies_N)
         ctx.num_common = num_common
-        ctx.compared = ctx.prediction = divergences_N = None
+        ctx.compared = None
+        ctx.prediction = None
+        divergences_N = None
         if teacher is not None:
             ctx.prediction = teacher.prediction
             policy = Prediction(hidden_NG=hidden_NH, head_VG=head_VH, bias_V=bias_V, by=by, words=words)
@@ -322,7 +324,7 @@ class _Compared(NamedTuple):
 
 
 def _compared(
-    policy: Prediction, of_common: "_Sums", teacher: Teacher, num_common: int, compiles: bool
+    policy: Prediction, of_common: "_Sums", teacher: Comparison, num_common: int, compiles: bool
 ) -> tuple[_Compared, Tensor]:
     """Return the divergences over the first `num_common` words of this rank's head, [N], and what gradients need.
 

@@ -23,7 +23,7 @@ from bridge.passes.attention import Spans
 from bridge.passes.cut_layers import VocabularyPart
 from bridge.passes.image_embeddings import PackedImages
 from bridge.passes.layers import ALL, Kept
-from bridge.passes.logprobs import Prediction, Scores, Teacher, head_of, token_logprobs
+from bridge.passes.logprobs import Comparison, Prediction, Scores, head_of, token_logprobs
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.passes.parallel import Parallel
 from bridge.passes.routing import UNKNOWN, RouterReplay
@@ -76,7 +76,7 @@ class PreparedModel:
         temperature: float,
         *,
         differentiates_entropies: bool = False,
-        teacher: Teacher | None = None,
+        teacher: Comparison | None = None,
     ) -> Scores:
         """Return the log-probabilities of the targets, the entropies and the divergences from a teacher, in nats.
 

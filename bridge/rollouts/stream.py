@@ -278,7 +278,8 @@ class EnvironmentStream:
         hinted: tuple[int, ...] = ()
         try:
             if self._has_teacher and number is not None and problems.has_hint(problem):
-                plain, hinted = map(self._group_sampler.check_prompt, (problem, problems.hinted(problem)))
+                plain = self._group_sampler.check_prompt(problem)
+                hinted = self._group_sampler.check_prompt(problems.hinted(problem))
         except RewardError as error:
             sampled = without_completions(problem, num_samples, error)
         else:

@@ -269,17 +269,17 @@ class Learner:
 
     def _loss(self, model_pass: Pass) -> Tensor:
         """Return the loss of one pass, and add it to the loss of its update."""
-        scores = self.trainable.scores(model_pass.batch, self.spec, model_pass.teacher_logprobs_N)
-        logprobs_N = scores.logprobs_N
-        model_pass.teacher_logprobs_N = scores.teacher_logprobs_N
+        inputs = self.trainable.loss_inputs(model_pass.batch, self.spec, model_pass.teacher_logprobs_N)
+        logprobs_N = inputs.logprobs_N
+        model_pass.teacher_logprobs_N = inputs.teacher_logprobs_N
         if model_pass.old_logprobs_N is None:
-            self._remember(model_pass, logprobs_N.detach(), scores.entropies_N.detach())
+            self._remember(model_pass, logprobs_N.detach(), inputs.entropies_N.detach())
         if self.spec.needs_reference and model_pass.reference_logprobs_N is None:
             model_pass.reference_logprobs_N = self.trainable.reference_logprobs(model_pass.batch)
         assert model_pass.old_logprobs_N is not None
         loss, sums = policy_loss(
             logprobs_N, model_pass.old_logprobs_N, model_pass.batch, self.spec, model_pass.reference_logprobs_N,
-            scores.entropies_N, scores.divergences_N, scores.teacher_logprobs_N,
+            inputs.entropies_N, inputs.divergences_N, inputs.teacher_logprobs_N,
         )  # fmt: skip
         self._computed.losses[-1] += loss.detach()
         self._computed.loss_sums += torch.stack([sums[name] for name in self.spec.metrics])

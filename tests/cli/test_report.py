@@ -507,7 +507,7 @@ def test_damaged_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     assert [step["number"] for step in series["steps"]] == [1, 2]
 
 
-def test_losses_of_a_run_with_a_warm_up_are_named_with_their_steps(tmp_path: Path) -> None:
+def test_losses_of_a_warm_up_are_named_with_their_steps(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=6)
     assert record.read(run.path).about["loss"] == "dapo"
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]

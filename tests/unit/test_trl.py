@@ -211,8 +211,9 @@ OF_DISTILLATION = {
     "uld_skip_teacher_eos", "uld_student_temperature", "uld_teacher_temperature", "uld_token_merge_strategy",
     "uld_use_hybrid_loss", "use_extended_uld", "use_successful_as_teacher", "use_teacher_server", "use_uld_loss",
 }  # fmt: skip
-"""Of the loss and of the teacher: a frozen or averaged copy in the trainer, or a server of its own. SDFT and SDPO
-refuse `use_teacher_server`, as a test below shows."""
+"""Settings of the loss and of the teacher, which is a frozen or averaged copy in the trainer, or a server.
+
+SDFT and SDPO refuse `use_teacher_server`, as a test below shows."""
 OF_SUPERVISED_TRAINING = {
     "activation_offloading", "assistant_only_loss", "callbacks", "completion_only_loss", "dataset_kwargs",
     "dataset_num_proc", "dataset_text_field", "eos_token", "eval_packing", "log_completions_steps", "max_length",
@@ -557,7 +558,7 @@ def test_each_trainer_trains_on_the_sampled_tokens(
     assert made[0]["max_tokens"] == 64
 
 
-def test_trl_distillation_with_tools_trains_on_the_sampled_tokens(
+def test_distillation_with_tools_trains_on_sampled_tokens(
     chatting: bridge.Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from datasets import Dataset

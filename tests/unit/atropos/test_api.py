@@ -38,6 +38,11 @@ def test_top_k_top_p_and_min_p_are_refused_with_atropos(name: str, value: float)
         FeedConfig.of(model_name="m", **{name: value})
 
 
+def test_groups_of_one_completion_are_refused() -> None:
+    with pytest.raises(ValidationError, match="--group-size 1: rewards are compared within a group"):
+        FeedConfig.of(model_name="m", group_size=1)
+
+
 def test_several_addresses_are_refused() -> None:
     with pytest.raises(UsageError, match="is not the address of an Atropos API"):
         AtroposApi("http://a:1,http://b:2")

@@ -104,6 +104,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "--teacher t cannot be combined with --loss sft: a teacher judges",
     ),
     ({}, {"group_size": 1, "loss": "grpo"}, "--group-size 1 cannot be combined with --loss grpo, which compares"),
+    ({}, {"group_size": 1, "loss": "my.py:f"}, "--group-size 1 cannot be combined with --loss my.py:f, which"),
     *(
         (DISTILLED, {"teacher": "t", key: value}, f"--teacher t cannot be combined with {shown}: the teacher's")
         for key, value, shown in (

@@ -20,7 +20,7 @@ from torch import Tensor
 import bridge
 from bridge.config import TrainConfig
 from bridge.engine import policy as module
-from bridge.engine.trainable import Scores
+from bridge.engine.trainable import LossInputs
 from bridge.errors import CheckpointError, GradientError, ServerUnreachableError, UsageError
 from bridge.learn.policy_loss import LossSpec
 from bridge.modes import shared_vllm
@@ -297,14 +297,14 @@ def test_running_out_of_memory_makes_passes_smaller(
     policy: bridge.Policy, groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, failures = bridge.samples(groups), [torch.OutOfMemoryError("CUDA out of memory")]
-    trainable, scores = policy.trainable, policy.trainable.scores
+    trainable, loss_inputs = policy.trainable, policy.trainable.loss_inputs
 
-    def failing(batch: MicroBatch, spec: LossSpec) -> Scores:
+    def failing(batch: MicroBatch, spec: LossSpec) -> LossInputs:
         if failures:
             raise failures.pop()
-        return scores(batch, spec)
+        return loss_inputs(batch, spec)
 
-    monkeypatch.setattr(trainable, "scores", failing)
+    monkeypatch.setattr(trainable, "loss_inputs", failing)
     policy.forward_backward(samples)
     assert trainable.prepared.kept == INPUTS, "activations must be recomputed from now on"
     failures.append(torch.OutOfMemoryError("CUDA out of memory"))

@@ -84,7 +84,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(model: Path, tmp_path: 
     assert caught.value.hint.startswith("serve with --max-model-len 30")
 
 
-def test_rows_are_limited_by_the_model_if_the_server_has_no_limit(model: Path, tmp_path: Path) -> None:
+def test_model_limits_rows_if_the_server_does_not(model: Path, tmp_path: Path) -> None:
     long = {"prompt": "2+3=", "completion": "x=" * 3000}
     assert len(load_rows(config(model, written(tmp_path / "rows.jsonl", [*ROWS, long])), None)) == len(ROWS)
 

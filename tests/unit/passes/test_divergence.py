@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bridge.passes import logprobs as blocks
 from bridge.passes.divergence import Divergence, DivergenceKind
-from bridge.passes.logprobs import LogitTransform, Prediction, Teacher, token_logprobs
+from bridge.passes.logprobs import Comparison, LogitTransform, Prediction, token_logprobs
 
 KINDS: list[DivergenceKind] = ["reverse_kl", "forward_kl", "jsd"]
 ROWS, WORDS = 10, 301
@@ -87,7 +87,7 @@ def test_values_and_gradients_match_float64(
     scores = token_logprobs(
         ours[0], ours[1], ours[2] if with_bias else None, targets, by, compiles,
         differentiates_entropies=True,
-        teacher=Teacher(divergence, Prediction(hidden_NG=hidden, head_VG=head, bias_V=bias, by=of_teacher)),
+        teacher=Comparison(divergence, Prediction(hidden_NG=hidden, head_VG=head, bias_V=bias, by=of_teacher)),
     )  # fmt: skip
     common = min(WORDS, teacher_words)
     logits = transformed(wide[0] @ wide[1].T + (wide[2] if with_bias else 0), by)
@@ -121,7 +121,7 @@ def test_a_policy_equal_to_its_teacher_has_no_divergence(kind: DivergenceKind) -
     own = Prediction(hidden_NG=hidden.detach(), head_VG=head, bias_V=None, by=LogitTransform())
     scores = token_logprobs(
         hidden, head, None, torch.zeros(ROWS, dtype=torch.int64), LogitTransform(), False,
-        teacher=Teacher(Divergence(kind=kind), own),
+        teacher=Comparison(Divergence(kind=kind), own),
     )  # fmt: skip
     assert scores.divergences_N is not None
     assert scores.divergences_N.abs().max() < 1e-6

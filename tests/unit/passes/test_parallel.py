@@ -18,7 +18,7 @@ from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, cut_layers, layers, logprobs, parallel, recurrence
 from bridge.passes.cut_layers import VocabularyPart
 from bridge.passes.divergence import Divergence
-from bridge.passes.logprobs import LogitTransform, Prediction, Teacher, token_logprobs
+from bridge.passes.logprobs import Comparison, LogitTransform, Prediction, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
@@ -334,7 +334,7 @@ def with_a_teacher(ranks: Ranks, num_words: int, is_cut: bool) -> list[tuple[Ten
     for given, rows, prediction in ((words, own, part if is_cut else whole), (None, slice(None), whole)):
         mine = [leaf[rows] if index else leaf for index, leaf in enumerate(leaves)]
         mine = [leaf.clone().requires_grad_() for leaf in mine]
-        teacher = Teacher(Divergence(kind="jsd", beta=0.3), prediction)
+        teacher = Comparison(Divergence(kind="jsd", beta=0.3), prediction)
         scores = token_logprobs(mine[0], mine[1], mine[2], targets, by, False, None, given, teacher=teacher)
         assert scores.divergences_N is not None
         (scores.logprobs_NX + scores.divergences_N * torch.linspace(2, -1, 20)).sum().backward()
@@ -344,7 +344,7 @@ def with_a_teacher(ranks: Ranks, num_words: int, is_cut: bool) -> list[tuple[Ten
 
 
 @pytest.mark.parametrize(("num_words", "is_cut"), [(301, True), (301, False), (330, False), (250, False), (100, False)])
-def test_divergences_of_a_tensor_parallel_head_match_the_full_head(num_words: int, is_cut: bool) -> None:
+def test_divergences_of_a_divided_head_match_the_full_head(num_words: int, is_cut: bool) -> None:
     """A teacher with fewer words than the first part has leaves the second part without a divergence."""
     for pairs in on_ranks(2, with_a_teacher, num_words, is_cut, limit_s=LIMIT_S):
         for actual, expected in pairs:

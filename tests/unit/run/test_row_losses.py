@@ -205,7 +205,7 @@ def test_every_update_of_a_batch_trains_its_own_rows(case: str) -> None:
     assert distance(change, moved(weights(model), before)) < CLOSE
 
 
-def test_supervised_loss_ignores_rewards_and_the_servers_logprobs() -> None:
+def test_supervised_loss_ignores_rewards_and_server_logprobs() -> None:
     groups = made_by(base(seed=8))
     _, change = stepped(ALONE, groups, {"loss": "sft", "batch_size": 16, "group_size": 8})
     _, exact_gradient = expected(exact_sft, groups)

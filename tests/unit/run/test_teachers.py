@@ -321,7 +321,7 @@ class Rows:
         return 0.0
 
 
-def test_problems_without_hints_are_refused_before_a_server_starts(tmp_path: Path) -> None:
+def test_problems_without_hints_are_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--teacher self: no problem has a hint"):
         rehearsed(tmp_path, [{"prompt": "1 2"}, {"prompt": "3", "hint": None}, {"prompt": "4", "hint": ""}], "self")
     rehearsed(tmp_path, [{"prompt": "1 2", "hint": "3"}], "self")
